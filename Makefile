@@ -1,0 +1,46 @@
+# `make demo` and `make test` each work as the first command on a fresh clone.
+# Paths are relative on purpose: the clone's own path may contain spaces.
+
+BIN := .venv/bin
+# Tests start real daemons and workers; more processes than this mostly wait for each other.
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test check lint types imports pytest clean
+
+help:
+	@echo 'make demo    three agents, one small daemon, one real model; proves exactness'
+	@echo 'make test    every check, then every test'
+	@echo 'make check   lint, format, types, import rules'
+	@echo 'make setup   only make .venv'
+	@echo 'make clean   remove .venv, caches and build output'
+
+setup:
+	@sh tools/setup.sh
+
+# The display goes to stderr; the last line of stdout is one JSON object.
+demo: setup
+	@$(BIN)/expertctl demo --json
+
+test: check pytest
+
+check: lint types imports
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Twice, so that the branches for the other platform are checked as well.
+types: setup
+	$(BIN)/mypy --platform linux --cache-dir .mypy_cache/linux
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
+
+imports: setup
+	$(BIN)/lint-imports
+
+pytest: setup
+	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
