@@ -1,0 +1,110 @@
+"""Bytes <-> messages. The only user of msgpack; every size is limited before it is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from expertd_protocol.errors import ProtocolError, VersionMismatch
+from expertd_protocol.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Message,
+    Miss,
+    MissError,
+    MissReply,
+)
+
+#: One ZeroMQ message (also set as MAXMSGSIZE).
+ROUTER_MAX_BYTES = 1 << 20
+#: One message on the attach socket: the tensor names of a 94-layer model take about 100 kB.
+ATTACH_MAX_BYTES = 16 << 20
+#: Most experts one request may name.
+MAX_EXPERTS_PER_REQUEST = 4096
+
+_MISS, _REPLY, _ERROR = 1, 2, 3
+_adapter: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return the msgpack map of a control message."""
+    return msgpack.packb(message.model_dump(mode="python"), use_bin_type=True)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Return the control message in `data`.
+
+    Raises:
+        VersionMismatch: a `Hello` or `Welcome` of another protocol version, whatever else is in it.
+        ProtocolError: anything that is not exactly one known message.
+    """
+    value = _unpack(data)
+    if not isinstance(value, dict):
+        raise ProtocolError(f"a message is a map, got {type(value).__name__}")
+    if value.get("kind") in ("hello", "welcome") and value.get("version") != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the other side speaks protocol version {value.get('version')!r}, this one "
+            f"{PROTOCOL_VERSION}; upgrade both to the same expertd release and restart the daemon"
+        )
+    try:
+        return _adapter.validate_python(value)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(p) for p in first["loc"]) or "message"
+        raise ProtocolError(f"bad {value.get('kind', 'message')!r}: {where}: {first['msg']}") from exc
+
+
+def encode_miss(miss: Miss) -> bytes:
+    return msgpack.packb((_MISS, miss.seq, miss.layer, miss.phase, miss.experts))
+
+
+def encode_reply(reply: MissReply | MissError) -> bytes:
+    return msgpack.packb((_REPLY if isinstance(reply, MissReply) else _ERROR, *reply))
+
+
+def is_miss(data: bytes | memoryview) -> bool:
+    """Tell the miss path (a msgpack array) from control messages (a map) by the first byte."""
+    return len(data) > 0 and (data[0] & 0xF0 == 0x90 or data[0] in (0xDC, 0xDD))
+
+
+def decode_miss(data: bytes | memoryview) -> Miss:
+    """Return the request in `data`; ranges of layer and expert are the daemon's to check."""
+    value = _unpack(data)
+    match value:
+        case [int(tag), int(seq), int(layer), int(phase), [*experts]] if (
+            tag == _MISS
+            and seq > 0
+            and phase in (0, 1)
+            and 0 < len(experts) <= MAX_EXPERTS_PER_REQUEST
+            and all(type(e) is int for e in experts)
+            and bool not in (type(seq), type(layer), type(phase))
+        ):
+            return Miss(seq, layer, phase, tuple(experts))
+    raise ProtocolError("a miss request is [1, seq > 0, layer, phase 0 or 1, [expert, ...]]")
+
+
+def decode_reply(data: bytes | memoryview) -> MissReply | MissError:
+    value = _unpack(data)
+    match value:
+        case [int(tag), int(seq), [*words], int(joined), int(missed)] if tag == _REPLY:
+            return MissReply(seq, tuple(words), joined, missed)
+        case [int(tag), int(seq), str(code), str(message)] if tag == _ERROR:
+            return MissError(seq, code, message)
+    raise ProtocolError("the daemon sent neither a reply nor an error to a miss request")
+
+
+def _unpack(data: bytes | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=1 << 16,
+            max_bin_len=1 << 16,
+            max_array_len=1 << 16,
+            max_map_len=1 << 12,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as exc:
+        raise ProtocolError(f"{len(data)} bytes are not one msgpack value: {exc}") from exc
