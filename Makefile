@@ -36,7 +36,7 @@ types: setup
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 imports: setup
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 pytest: setup
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
