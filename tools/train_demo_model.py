@@ -7,7 +7,7 @@ Reads any folder of text files and writes two model folders:
     OUT/mlx-4bit   the stacked layout of mlx-lm: 4-bit, router gate 8-bit, float32 scales
 
 The defaults are the recipe of the bundled model: 8.5 M parameters, of which 2.3 M are active
-per token. It wants 5 to 10 MB of simple English text, and takes 20 to 40 minutes on one core.
+per token. It wants 5 to 10 MB of simple English text, and takes 30 to 60 minutes on one core.
 Needs expertd's own environment, and PyTorch, which expertd does not depend on:
 
     .venv/bin/pip install 'torch>=2.9'
@@ -219,16 +219,18 @@ class Experts(nn.Module):
         balance = n * (share * probabilities.mean(dim=0)).sum()
         z = logits.logsumexp(dim=-1).square().mean()
 
-        # Sorted by expert, each expert's tokens are one slice.
+        # Sorted by expert, each expert's tokens are one slice. Cast here once: under autocast
+        # every one of the small products below would cast its own operands.
         order = chosen.flatten().argsort()
         rows = order // self.top_k
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         parts = [
             F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
             for part, gate, up, down in zip(
-                tokens[rows].split(counts.tolist()),
-                self.gate_proj,
-                self.up_proj,
-                self.down_proj,
+                tokens.to(dtype)[rows].split(counts.tolist()),
+                self.gate_proj.to(dtype).unbind(),
+                self.up_proj.to(dtype).unbind(),
+                self.down_proj.to(dtype).unbind(),
                 strict=True,
             )
         ]
