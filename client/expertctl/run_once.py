@@ -1,0 +1,180 @@
+"""One generation in this process: find or start the daemon, load, check the prompt, write.
+
+Owns the order of these steps, so that a mistake is told before anything is generated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertctl import figures, folder, render
+from expertctl.connection import ANSWER_SECONDS, attach_socket
+from expertctl.private_daemon import private_daemon
+from expertd_client import Admin
+from expertd_protocol.errors import ContextExceeded, DaemonUnavailable
+from expertd_protocol.stats import Counters, Stats
+
+if TYPE_CHECKING:
+    from expertd_mlx.text import Piece
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate, and how."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    temp: float
+    top_p: float
+    seed: int | None
+    chat: bool
+    arena_view: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The text and the figures."""
+
+    text: str
+    last: Piece | None
+    counters: Counters
+    budget_bytes: int
+    daemon: str
+
+    def as_json(self) -> dict[str, Any]:
+        last, c = self.last, self.counters
+        return {
+            "text": self.text,
+            "prompt_tokens": last.prompt_tokens if last else 0,
+            "prompt_tokens_per_second": last.prompt_tps if last else 0.0,
+            "tokens": last.tokens if last else 0,
+            "tokens_per_second": last.tps if last else 0.0,
+            "finish_reason": last.finish_reason if last else None,
+            "lookups": c.lookups,
+            "hits": c.hits,
+            "joins": c.joins,
+            "misses": c.misses,
+            "hit_rate": c.hit_rate,
+            "hit_bytes": c.hit_bytes,
+            "miss_bytes": c.miss_bytes,
+            "wait_seconds": c.wait_ns / 1e9,
+            "budget_bytes": self.budget_bytes,
+            "daemon": self.daemon,
+        }
+
+    def line(self) -> str:
+        """Return the one line of figures."""
+        last, c, count = self.last, self.counters, figures.count
+        if last is None:
+            return "0 tokens"
+        return (
+            f"{count(last.tokens)} tokens · {last.tps:.1f} tokens/s · "
+            f"prompt {count(last.prompt_tokens)} at {last.prompt_tps:.1f} tokens/s · "
+            f"hits {count(c.hits)}, {figures.size(c.hit_bytes)} · joins {count(c.joins)} · "
+            f"misses {count(c.misses)}, {figures.size(c.miss_bytes)} read · "
+            f"waited {figures.waited(c.wait_ns)} · "
+            f"{self.daemon} daemon, budget {figures.size(self.budget_bytes)}"
+        )
+
+
+def check_context(prompt_tokens: int, context: int | None) -> None:
+    """Refuse a prompt that the model cannot look at.
+
+    Raises:
+        ContextExceeded: the sentence has both numbers.
+    """
+    if context is not None and prompt_tokens > context:
+        raise ContextExceeded(
+            f"the prompt has {prompt_tokens:,} tokens, the context of this model is "
+            f"{context:,}; shorten the prompt by {prompt_tokens - context:,} tokens"
+        )
+
+
+def tokens_left(max_tokens: int, prompt_tokens: int, context: int | None) -> int:
+    """Return how many tokens may be written: the last one needs no room of its own."""
+    if context is None:
+        return max_tokens
+    return max(1, min(max_tokens, context - prompt_tokens + 1))
+
+
+def own_counters(stats: Stats, pid: int) -> Counters:
+    return sum((render.counters_of(s) for s in stats.sessions if s.pid == pid), Counters())
+
+
+@contextmanager
+def daemon_for(
+    budget: str, run_dir: Path | None, socket: Path | None
+) -> Iterator[tuple[Path, str]]:
+    """Yield the attach socket of the running daemon, else of a private one, and which it is.
+
+    Raises:
+        DaemonUnavailable: a daemon was named and does not answer.
+    """
+    path = attach_socket(run_dir, socket)
+    try:
+        Admin.connect(path, deadline_seconds=ANSWER_SECONDS).close()
+    except DaemonUnavailable:
+        if run_dir is not None or socket is not None:
+            raise
+    else:
+        if budget != "auto":
+            _say("run: the running daemon is used, with its own budget; --budget has no effect")
+        yield path, "shared"
+        return
+    _say(f"run: no daemon is running; a private one with budget {budget} lives for this command")
+    with private_daemon(budget) as daemon:
+        yield daemon.socket, "private"
+
+
+def run_once(
+    request: Request, budget: str, run_dir: Path | None, socket: Path | None, *, echo: bool
+) -> Outcome:
+    """Generate once; with `echo` the text is written to stdout as it comes."""
+    path = folder.resolve(request.model)
+    context = folder.context_length(folder.read_config(path))
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with daemon_for(budget, run_dir, socket) as (attach, which):
+        import expertd_mlx
+        from expertd_mlx import text
+
+        model, tokenizer = expertd_mlx.load(
+            str(path), socket=attach, arena_view=request.arena_view, name="expertctl run"
+        )
+        try:
+            ids = text.encode(tokenizer, request.prompt, chat=request.chat)
+            check_context(len(ids), context)
+            written: list[str] = []
+            last: Piece | None = None
+            for piece in text.pieces(
+                model,
+                tokenizer,
+                ids,
+                max_tokens=tokens_left(request.max_tokens, len(ids), context),
+                temp=request.temp,
+                top_p=request.top_p,
+                seed=request.seed,
+            ):
+                last = piece
+                written.append(piece.text)
+                if echo:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+            if echo:
+                print(flush=True)
+            with Admin.connect(attach, deadline_seconds=ANSWER_SECONDS) as admin:
+                stats = admin.stats()
+        finally:
+            expertd_mlx.close(model)
+    counters = own_counters(stats, os.getpid())
+    return Outcome("".join(written), last, counters, stats.budget_bytes, which)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
