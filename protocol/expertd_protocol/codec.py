@@ -30,7 +30,7 @@ _adapter: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 def encode(message: Message) -> bytes:
     """Return the msgpack map of a control message."""
-    return msgpack.packb(message.model_dump(mode="python"), use_bin_type=True)
+    return _pack(message.model_dump(mode="python"))
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
@@ -53,15 +53,17 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(p) for p in first["loc"]) or "message"
-        raise ProtocolError(f"bad {value.get('kind', 'message')!r}: {where}: {first['msg']}") from exc
+        raise ProtocolError(
+            f"bad {value.get('kind', 'message')!r}: {where}: {first['msg']}"
+        ) from exc
 
 
 def encode_miss(miss: Miss) -> bytes:
-    return msgpack.packb((_MISS, miss.seq, miss.layer, miss.phase, miss.experts))
+    return _pack((_MISS, miss.seq, miss.layer, miss.phase, miss.experts))
 
 
 def encode_reply(reply: MissReply | MissError) -> bytes:
-    return msgpack.packb((_REPLY if isinstance(reply, MissReply) else _ERROR, *reply))
+    return _pack((_REPLY if isinstance(reply, MissReply) else _ERROR, *reply))
 
 
 def is_miss(data: bytes | memoryview) -> bool:
@@ -93,6 +95,11 @@ def decode_reply(data: bytes | memoryview) -> MissReply | MissError:
         case [int(tag), int(seq), str(code), str(message)] if tag == _ERROR:
             return MissError(seq, code, message)
     raise ProtocolError("the daemon sent neither a reply nor an error to a miss request")
+
+
+def _pack(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
 
 
 def _unpack(data: bytes | memoryview) -> Any:

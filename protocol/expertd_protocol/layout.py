@@ -49,7 +49,9 @@ def pack_word(generation: int, slab: int, slot: int) -> int:
     """Return the directory word of a resident expert."""
     if not (0 <= slot < MAX_SLOTS_PER_SLAB and 0 <= slab < MAX_SLABS):
         raise ValueError(f"slab {slab} or slot {slot} does not fit a directory word")
-    return (generation & GENERATION_MASK) << (SLOT_BITS + SLAB_BITS) | slab << SLOT_BITS | (slot + 1)
+    return (
+        (generation & GENERATION_MASK) << (SLOT_BITS + SLAB_BITS) | slab << SLOT_BITS | (slot + 1)
+    )
 
 
 def unpack_word(word: int) -> tuple[int, int, int]:

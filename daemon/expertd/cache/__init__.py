@@ -1,0 +1,4 @@
+"""The shared arena: slots, slabs, directory, pins, eviction and the budget.
+
+Nothing here knows sockets, event loops or files of a model.
+"""

@@ -1,0 +1,431 @@
+"""One model's experts in the arena: who is resident, who waits, who leaves.
+
+Synchronous and pure: every call takes `now` and only changes plain state (some of the arrays are
+shared memory). What must be done outside is left in two outboxes, `fills` (experts to read) and
+`answers` (replies to send); the caller takes them after each call. The rules are those of
+daemon/README.md; the ones cited here decide whether a worker can ever see wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertd.cache.eviction import EvictionPolicy
+from expertd.cache.hazards import count_held, held_slots
+from expertd.cache.table import SlotState, SlotTable
+from expertd_protocol.errors import ExpertdError, ProtocolError, QuotaExceeded, TooManyInFlight
+from expertd_protocol.ids import ExpertKey, SessionId
+from expertd_protocol.layout import (
+    U32,
+    U64,
+    Header,
+    Phase,
+    check_range,
+    pack_word,
+)
+from expertd_protocol.messages import Miss, MissError, MissReply
+
+#: Slots are kept empty ahead of demand: one in this many, at least one.
+FREE_AHEAD = 16
+#: Look again at a slot that a worker keeps pinned, when nobody waits for it.
+DEFERRED_RESCAN_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class FillOrder:
+    """Read this expert into this slot; answer with `filled` or `failed`."""
+
+    key: ExpertKey
+    slab: int
+    slot: int
+    phase: Phase
+    session: SessionId
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Send this to a session. `seconds` is how long the request waited in the daemon."""
+
+    session: SessionId
+    message: MissReply | MissError
+    seconds: float
+
+
+@dataclass
+class Waiting:
+    """One miss request that is not answered yet."""
+
+    session: SessionId
+    request: Miss
+    asked_at: float
+    missing: set[int]
+    joined: int = 0
+    missed: int = 0
+    granted: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Holder:
+    """A session as the cache sees it: its quota and its (hostile) page."""
+
+    quota: int
+    header: U64
+    hazards: U64
+    uses: U32
+    last_use: U32
+    seen: U32
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    #: Answered, but the worker has not yet said that it holds the slots itself.
+    grants: deque[tuple[int, list[tuple[int, int]]]] = field(default_factory=deque)
+
+
+@dataclass
+class Tally:
+    """Counters of one model; they only grow."""
+
+    evictions: int = 0
+    deferred_reuses: int = 0
+    saved_reads: int = 0
+
+
+class ExpertCache:
+    """Decides about the slots of one model.
+
+    Args:
+        directory: u64[L, E], shared; written here only (rules 4 and 5).
+        tables: the slots of each slab.
+        slab_of_layer: where each MoE layer lives.
+        fence: the full memory fence.
+        grace_seconds: how long a retired slot rests before its hazards are scanned (rule 4).
+        clean: called with (slab, slot) before a slot becomes free; tests poison the bytes here.
+    """
+
+    def __init__(
+        self,
+        directory: U64,
+        tables: Sequence[SlotTable],
+        slab_of_layer: Sequence[int],
+        policy: EvictionPolicy,
+        fence: Callable[[], object],
+        *,
+        grace_seconds: float = 0.005,
+        max_in_flight: int = 4,
+        clean: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.tables = tuple(tables)
+        self.slab_of_layer = tuple(slab_of_layer)
+        self.policy = policy
+        self.tally = Tally()
+        self.fills: list[FillOrder] = []
+        self.answers: list[Answer] = []
+        self.holders: dict[SessionId, Holder] = {}
+        self._fence = fence
+        self._grace = grace_seconds
+        self._max_in_flight = max_in_flight
+        self._clean = clean
+        #: Slot of each expert that is filling, ready or retired; -1 otherwise.
+        self._slot_of = np.full(directory.shape, -1, np.int32)
+        #: Experts that wait for a free slot, by slab, decode before prefill.
+        self._wants: list[dict[Phase, deque[ExpertKey]]] = [
+            {Phase.DECODE: deque(), Phase.PREFILL: deque()} for _ in self.tables
+        ]
+        #: Requests that wait for an expert.
+        self._waiters: dict[ExpertKey, list[Waiting]] = {}
+
+    # --- sessions ----------------------------------------------------------------------------
+
+    def add(self, session: SessionId, holder: Holder) -> None:
+        self.holders[session] = holder
+
+    def stop_serving(self, session: SessionId, now: float) -> None:
+        """The connection is gone, the process is not: forget requests and grants, keep hazards."""
+        holder = self.holders.get(session)
+        if holder is None:
+            return
+        for waiting in list(holder.waiting.values()):
+            self._abandon(waiting)
+        self._release_grants(holder, None)
+        self._settle(now)
+
+    def remove(self, session: SessionId, now: float) -> None:
+        """The process is dead or has given its session back: its hazards end (life, design section 2)."""
+        self.stop_serving(session, now)
+        self.holders.pop(session, None)
+        self._settle(now)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def request(self, session: SessionId, request: Miss, now: float) -> None:
+        """Take one miss request. Raises `ProtocolError` and changes nothing when it is not allowed."""
+        holder = self.holders[session]
+        self._check(holder, request)
+        self._release_grants(holder, request.seq)
+        phase = Phase(request.phase)
+        slab = self.slab_of_layer[request.layer]
+        table = self.tables[slab]
+        waiting = Waiting(session, request, now, set())
+        holder.waiting[request.seq] = waiting
+        for expert in request.experts:
+            key = ExpertKey(request.layer, expert)
+            slot = int(self._slot_of[key])
+            state = SlotState(table.state[slot]) if slot >= 0 else SlotState.FREE
+            if state is SlotState.RETIRED:
+                self._resurrect(table, slot, key)
+                state = SlotState.READY
+            if state is SlotState.READY:
+                self._grant(waiting, slab, slot)
+                waiting.joined += 1
+                continue
+            waiting.missing.add(expert)
+            if slot >= 0 or key in self._waiters:
+                waiting.joined += 1
+                self.tally.saved_reads += 1
+                self._raise_priority(slab, key, phase)
+            else:
+                waiting.missed += 1
+                self._wants[slab][phase].append(key)
+            self._waiters.setdefault(key, []).append(waiting)
+        if not waiting.missing:
+            self._answer(waiting, now)
+        self._settle(now, slab)
+
+    def filled(self, order: FillOrder, now: float) -> None:
+        """The expert's bytes are complete in its slot: publish it (rule 5) and serve who waits."""
+        table = self.tables[order.slab]
+        word = pack_word(int(table.generations[order.slot]), order.slab, order.slot)
+        self._fence()
+        self.directory[order.key] = word
+        table.state[order.slot] = SlotState.READY
+        self.policy.filled(order.key.layer, order.key.expert, int(now * 1000))
+        for waiting in self._waiters.pop(order.key, ()):
+            self._grant(waiting, order.slab, order.slot)
+            waiting.missing.discard(order.key.expert)
+            if not waiting.missing:
+                self._answer(waiting, now)
+        self._settle(now, order.slab)
+
+    def failed(self, order: FillOrder, error: ExpertdError, now: float) -> None:
+        """The read failed: nothing was published, the slot is free again, waiters get the error."""
+        self._slot_of[order.key] = -1
+        self.tables[order.slab].release(order.slot)
+        for waiting in self._waiters.pop(order.key, ()):
+            self._abandon(waiting)
+            self._send(waiting, MissError(waiting.request.seq, error.code, error.message), now)
+        self._settle(now, order.slab)
+
+    def fail_all(self, error: ExpertdError, now: float) -> None:
+        """Answer every waiting request with an error (drain)."""
+        for holder in self.holders.values():
+            for waiting in list(holder.waiting.values()):
+                self._abandon(waiting)
+                self._send(waiting, MissError(waiting.request.seq, error.code, error.message), now)
+
+    # --- time --------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Reclaim what is due, hand out slots, and empty slots ahead of demand."""
+        self._settle(now)
+
+    def next_due(self, now: float) -> float | None:
+        """Return when `tick` has something to do, or None."""
+        due = None
+        for table, wants in zip(self.tables, self._wants, strict=True):
+            retired = table.state == SlotState.RETIRED
+            fresh = retired & ~table.deferred
+            if fresh.any():
+                when = float(table.retired_at[fresh].min()) + self._grace
+            elif any(wants.values()):  # a worker's acknowledgement makes no event: look again
+                when = now + self._grace
+            elif retired.any():
+                when = now + DEFERRED_RESCAN_SECONDS
+            else:
+                continue
+            due = when if due is None else min(due, when)
+        return due
+
+    # --- what others may know ------------------------------------------------------------------
+
+    def held(self, slab: int) -> int:
+        """Return how many slots of a slab are pinned now."""
+        return len(self._held(slab))
+
+    @property
+    def busy(self) -> bool:
+        """Whether an expert is being read or waited for."""
+        return bool(self._waiters) or any((t.state == SlotState.FILLING).any() for t in self.tables)
+
+    def check(self) -> None:
+        """Assert what must hold between calls (tests)."""
+        for table in self.tables:
+            table.check()
+        for layer, expert in np.argwhere(self.directory != 0):
+            table = self.tables[self.slab_of_layer[layer]]
+            slot = int(self._slot_of[layer, expert])
+            assert table.state[slot] == SlotState.READY
+            assert (table.layer[slot], table.expert[slot]) == (layer, expert)
+            word = pack_word(int(table.generations[slot]), table.slab, slot)
+            assert int(self.directory[layer, expert]) == word
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _check(self, holder: Holder, request: Miss) -> None:
+        layers, experts = self.directory.shape
+        check_range("layer", request.layer, 0, layers)
+        for expert in request.experts:
+            check_range("expert", expert, 0, experts)
+        if len(set(request.experts)) != len(request.experts):
+            raise ProtocolError(f"an expert stands twice in request {request.seq}")
+        if request.seq in holder.waiting:
+            raise ProtocolError(f"request {request.seq} is already being served")
+        if len(holder.waiting) >= self._max_in_flight:
+            raise TooManyInFlight(
+                f"{len(holder.waiting)} requests of this session wait already, "
+                f"{self._max_in_flight} may"
+            )
+        asked = sum(len(w.request.experts) for w in holder.waiting.values())
+        held = min(count_held(holder.hazards), holder.quota)
+        if held + asked + len(request.experts) > holder.quota:
+            raise QuotaExceeded(
+                f"{len(request.experts)} experts asked for with {held} held and {asked} waited for; "
+                f"the session's quota is {holder.quota}"
+            )
+
+    def _settle(self, now: float, slab: int | None = None) -> None:
+        for table in self.tables if slab is None else (self.tables[slab],):
+            self._reclaim(table, now)
+            self._assign(table, now)
+
+    def _assign(self, table: SlotTable, now: float) -> None:
+        wants = self._wants[table.slab]
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            while wants[phase] and table.free:
+                key = wants[phase].popleft()
+                if key not in self._waiters:  # everybody who wanted it is gone
+                    continue
+                slot = table.start_filling(*key)
+                self._slot_of[key] = slot
+                session = self._waiters[key][0].session
+                self.fills.append(FillOrder(key, table.slab, slot, phase, session))
+        wanted = sum(len(queue) for queue in wants.values())
+        ahead = 0 if self._all_fit(table) else max(len(table) // FREE_AHEAD, 1)
+        coming = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
+        short = wanted + ahead - len(table.free) - coming
+        if short > 0:
+            self._retire(table, short, now)
+
+    def _all_fit(self, table: SlotTable) -> bool:
+        layers = sum(slab == table.slab for slab in self.slab_of_layer)
+        return bool(len(table) >= layers * self.directory.shape[1])
+
+    def _retire(self, table: SlotTable, need: int, now: float) -> None:
+        """Rule 4, first half: take the words of victims away; their slots rest."""
+        candidates = np.flatnonzero(table.state == SlotState.READY)
+        if not len(candidates):
+            return
+        for holder in self.holders.values():
+            self._release_grants(holder, None, acknowledged_only=True)
+            self._observe(holder, now)
+        self._fence()  # an acknowledged reply's hazards are visible from here on
+        pinned = np.zeros(len(table), bool)
+        pinned[self._held(table.slab)] = True
+        candidates = candidates[(table.grants[candidates] == 0) & ~pinned[candidates]]
+        layers = table.layer[candidates].astype(np.intp)
+        experts = table.expert[candidates].astype(np.intp)
+        chosen = self.policy.victims(layers, experts, need)
+        self.directory[layers[chosen], experts[chosen]] = 0
+        self._fence()
+        victims = candidates[chosen]
+        table.state[victims] = SlotState.RETIRED
+        table.retired_at[victims] = now
+        table.deferred[victims] = False
+        self.tally.evictions += len(victims)
+
+    def _reclaim(self, table: SlotTable, now: float) -> None:
+        """Rule 4, second half: after the grace, scan the hazards; who is not named becomes free."""
+        due = (table.state == SlotState.RETIRED) & (table.retired_at <= now - self._grace)
+        slots = np.flatnonzero(due)
+        if not len(slots):
+            return
+        self._fence()
+        held = np.isin(slots, self._held(table.slab))
+        self.tally.deferred_reuses += int(np.count_nonzero(held & ~table.deferred[slots]))
+        table.deferred[slots[held]] = True
+        for slot in slots[~held].tolist():
+            self._slot_of[table.layer[slot], table.expert[slot]] = -1
+            table.bump_generation(slot)
+            if self._clean is not None:
+                self._clean(table.slab, slot)
+            table.release(slot)
+        self._fence()
+
+    def _resurrect(self, table: SlotTable, slot: int, key: ExpertKey) -> None:
+        """A retired slot still has its bytes and its generation: give the word back, read nothing."""
+        self.directory[key] = pack_word(int(table.generations[slot]), table.slab, slot)
+        table.state[slot] = SlotState.READY
+        table.deferred[slot] = False
+
+    def _raise_priority(self, slab: int, key: ExpertKey, phase: Phase) -> None:
+        wants = self._wants[slab]
+        if phase is Phase.DECODE and key in wants[Phase.PREFILL]:
+            wants[Phase.PREFILL].remove(key)
+            wants[Phase.DECODE].append(key)
+
+    def _held(self, slab: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+        pages = (holder.hazards for holder in self.holders.values())
+        return held_slots(pages, slab, self.tables[slab].generations)
+
+    def _observe(self, holder: Holder, now: float) -> None:
+        uses = holder.uses.copy()
+        self.policy.observe(uses, holder.seen, holder.last_use.copy(), int(now * 1000))
+        holder.seen = uses
+
+    def _grant(self, waiting: Waiting, slab: int, slot: int) -> None:
+        self.tables[slab].grants[slot] += 1
+        waiting.granted.append((slab, slot))
+
+    def _answer(self, waiting: Waiting, now: float) -> None:
+        holder = self.holders[waiting.session]
+        request = waiting.request
+        words = self.directory[request.layer, list(request.experts)]
+        assert words.all()
+        del holder.waiting[request.seq]
+        holder.grants.append((request.seq, waiting.granted))
+        reply = MissReply(request.seq, tuple(words.tolist()), waiting.joined, waiting.missed)
+        self._send(waiting, reply, now)
+
+    def _send(self, waiting: Waiting, message: MissReply | MissError, now: float) -> None:
+        self.answers.append(Answer(waiting.session, message, now - waiting.asked_at))
+
+    def _abandon(self, waiting: Waiting) -> None:
+        """Forget a request. Reads that have begun go on into the cache (C24)."""
+        self.holders[waiting.session].waiting.pop(waiting.request.seq, None)
+        for expert in waiting.missing:
+            key = ExpertKey(waiting.request.layer, expert)
+            others = [w for w in self._waiters.get(key, ()) if w is not waiting]
+            if others:
+                self._waiters[key] = others
+            else:
+                self._waiters.pop(key, None)
+        for slab, slot in waiting.granted:
+            self.tables[slab].grants[slot] -= 1
+
+    def _release_grants(
+        self, holder: Holder, below: int | None, *, acknowledged_only: bool = False
+    ) -> None:
+        """End grants that the worker has acknowledged, or of requests before `below` (None: all)."""
+        acknowledged = int(holder.header[Header.ACK])
+        while holder.grants:
+            seq, slots = holder.grants[0]
+            over = seq <= acknowledged
+            if not acknowledged_only:
+                over = over or below is None or seq < below
+            if not over:
+                return
+            holder.grants.popleft()
+            for slab, slot in slots:
+                self.tables[slab].grants[slot] -= 1

@@ -1,0 +1,42 @@
+"""What workers hold, read from their pages. The pages are hostile input: every word is range-checked.
+
+A hazard word is the directory word of an expert that its worker may be reading. Only the proven death
+of the process ends it (rule 4 scans, `sessions.py` proves); nothing here waits for one to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from expertd_protocol.layout import U64, Ints, word_generations, word_slabs, word_slots
+
+
+def held_slots(pages: Iterable[U64], slab: int, generations: U64) -> Ints:
+    """Return the slots of `slab` that some hazard names with the slot's present generation.
+
+    Args:
+        pages: one u64[quota] array of hazard words per worker.
+        slab: number of the slab.
+        generations: u64[slots] of the slab.
+    """
+    words = _all_words(pages)
+    if not len(words):
+        return words.astype(np.intp)
+    slots = word_slots(words)
+    good = (word_slabs(words) == slab) & (slots >= 0) & (slots < len(generations))
+    words, slots = words[good], slots[good]
+    # a stale generation names something that is gone already, and keeps nothing alive
+    return np.unique(slots[word_generations(words) == generations[slots]])
+
+
+def count_held(page: U64) -> int:
+    """Return how many experts one worker holds now."""
+    return int(np.count_nonzero(page))
+
+
+def _all_words(pages: Iterable[U64]) -> U64:
+    # copied once, so that a worker that writes meanwhile cannot change what was checked
+    words: U64 = np.concatenate([page.copy() for page in pages] or [np.empty(0, np.uint64)])
+    return words[words != 0]

@@ -1,0 +1,337 @@
+"""The models in the arena: opened once, shared by their sessions, closed when another needs the room.
+
+Joins what `cache/` and `store/` do not know of each other: an order of the cache becomes a read of the
+store, and its end becomes a published word. Everything here runs in the event loop's thread, except
+header reading and allocation (`open`), which may block and so run in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from expertd.cache.arena import Arena
+from expertd.cache.budget import (
+    ArenaPlan,
+    ReadBuffers,
+    grant_quota,
+    minimum_budget,
+    needed_bytes,
+    plan_arena,
+    read_buffers,
+)
+from expertd.cache.eviction import AgedUse
+from expertd.cache.experts import ExpertCache, FillOrder
+from expertd.cache.ledger import Ledger
+from expertd.latency import LatencyHistogram
+from expertd.sessions import Session
+from expertd.store.index import ExpertIndex, ModelIndex, build_index
+from expertd.store.plan import Fill, Piece, Priority
+from expertd.store.platform import Source, open_source
+from expertd.store.reader import Reader
+from expertd_protocol.errors import (
+    BudgetExhausted,
+    BudgetTooSmall,
+    ExpertdError,
+    ModelChanged,
+    ProtocolError,
+)
+from expertd_protocol.fence import fence
+from expertd_protocol.layout import Part, Phase
+from expertd_protocol.messages import Attach, LayerSource
+from expertd_protocol.stats import Counters
+
+log = logging.getLogger(__name__)
+
+ReadWish = Literal["auto", "direct", "buffered"]
+_PRIORITY = {Phase.DECODE: Priority.DEMAND, Phase.PREFILL: Priority.PREFILL}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What of the configuration a model needs."""
+
+    read_mode: ReadWish
+    threads: int
+    grace_seconds: float
+    max_in_flight: int
+    poison_free_slots: bool
+
+
+class Model:
+    """One model folder with its slabs, its cache and its counters."""
+
+    def __init__(
+        self,
+        index: ExpertIndex,
+        sources: Sequence[Source],
+        layers: tuple[LayerSource, ...],
+        arena: Arena,
+        options: ModelOptions,
+    ) -> None:
+        self.path: Path = index.index.folder
+        self.index = index
+        self.sources = tuple(sources)
+        self.layers = layers
+        self.arena = arena
+        self.stale: ModelChanged | None = None
+        self.read_errors = 0
+        self.latency = LatencyHistogram()
+        #: Counters of sessions that are gone.
+        self.gone = (Counters(), Counters())
+        self.sessions: list[Session] = []
+        slots = sum(slab.layout.slots for slab in arena.slabs)
+        self.cache = ExpertCache(
+            arena.directory,
+            [slab.table for slab in arena.slabs],
+            arena.plan.slab_of_layer,
+            AgedUse(len(layers), index.experts, slots),
+            fence,
+            grace_seconds=options.grace_seconds,
+            max_in_flight=options.max_in_flight,
+            clean=self._poison if options.poison_free_slots else None,
+        )
+
+    def _poison(self, slab: int, slot: int) -> None:
+        self.arena.slabs[slab].poison(slot)
+
+    @property
+    def quotas(self) -> int:
+        """Sum of what the sessions may hold; sessions without a connection count until they are dead."""
+        return sum(s.page.layout.quota for s in self.sessions if s.page is not None)
+
+    def fill(self, order: FillOrder) -> Fill:
+        """Turn an order of the cache into the reads of its parts."""
+        slab = self.arena.slabs[order.slab]
+        ranges = self.index.ranges(order.key.layer, order.key.expert)
+        pieces = tuple(
+            Piece(self.sources[r.shard], r.offset, destination)
+            for r, destination in zip(ranges, slab.destinations(order.slot), strict=True)
+        )
+        slot = (order.slab, order.slot)
+        return Fill(order.key, slot, pieces, _PRIORITY[order.phase], order.session)
+
+    def close(self) -> None:
+        """Give memory and files back. No read may be in flight and no session attached."""
+        assert not self.sessions
+        del self.cache
+        self.arena.close()
+        for source in self.sources:
+            source.close()
+
+
+class Models:
+    """The registry, and the reader threads of each device."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        options: ModelOptions,
+        loop: asyncio.AbstractEventLoop,
+        on_done: Callable[[Model, FillOrder, ExpertdError | None], None],
+    ) -> None:
+        self.by_path: dict[Path, Model] = {}
+        self._ledger = ledger
+        self._options = options
+        self._loop = loop
+        self._on_done = on_done
+        self._readers: dict[int, Reader] = {}
+        self._buffers: dict[int, ReadBuffers] = {}
+        #: Fills in flight, by identity; a `Fill` holds memoryviews and cannot be hashed.
+        self._in_flight: dict[int, tuple[Model, FillOrder, Fill]] = {}
+        self._opening = asyncio.Lock()
+
+    @property
+    def queue_depth(self) -> int:
+        return sum(reader.queue_depth for reader in self._readers.values())
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def inspect(self, path: Path) -> ModelIndex:
+        """Read and check the headers of a folder, in a thread: a sleeping disk stops nobody else."""
+        return await asyncio.to_thread(build_index, path)
+
+    async def open(self, request: Attach) -> Model:
+        """Return the model of `request`, opened now or before.
+
+        Raises:
+            ModelError: the folder is not sound, or not what the worker says it streams.
+            BudgetTooSmall: not even one worker fits the whole budget.
+            BudgetExhausted: other models hold what is missing.
+        """
+        async with self._opening:
+            index = await self.inspect(Path(request.path))
+            known = self.by_path.get(index.folder)
+            if known is not None and self._usable(known, index, request):
+                return known
+            if known is not None:
+                self._close(known)
+            experts = ExpertIndex(index, request.layers, request.experts)
+            return await self._open(experts, request)
+
+    def _usable(self, known: Model, index: ModelIndex, request: Attach) -> bool:
+        changed = known.stale is not None or known.index.index.shards != index.shards
+        if changed and known.sessions:
+            raise known.stale or ModelChanged(
+                f"{known.path} was changed while {len(known.sessions)} sessions use its old files; "
+                "end them, then attach again"
+            )
+        if changed:
+            return False
+        same = known.layers == request.layers and known.index.experts == request.experts
+        if not same and known.sessions:
+            raise ProtocolError(
+                f"{known.path} is in use with another list of expert tensors; are all workers "
+                "of the same expertd and mlx-lm version?"
+            )
+        return same
+
+    async def _open(self, experts: ExpertIndex, request: Attach) -> Model:
+        layers = [experts.parts(layer) for layer in range(len(request.layers))]
+        plan, new_buffers = self._plan(experts, layers, request.quota_min)
+        self._ledger.take("directory", plan.directory_bytes, "the directory")
+        self._ledger.take("slab", plan.slab_bytes, "the slabs")
+        try:
+            arena = await asyncio.to_thread(Arena, plan, len(layers), request.experts)
+            try:
+                sources = await asyncio.to_thread(self._open_sources, experts.index)
+            except BaseException:
+                arena.close()
+                raise
+        except BaseException:
+            self._ledger.give("directory", plan.directory_bytes)
+            self._ledger.give("slab", plan.slab_bytes)
+            raise
+        for device in {source.device for source in sources} - self._readers.keys():
+            self._start_reader(device, new_buffers)
+        model = Model(experts, sources, request.layers, arena, self._options)
+        self.by_path[model.path] = model
+        log.info(
+            "model_opened path=%s layers=%d experts=%d slabs=%d slots=%d slab_bytes=%d",
+            model.path, len(layers), request.experts, len(plan.slabs),
+            sum(s.layout.slots for s in plan.slabs), plan.slab_bytes,
+        )  # fmt: skip
+        return model
+
+    def _plan(
+        self, experts: ExpertIndex, layers: list[tuple[Part, ...]], quota_min: int
+    ) -> tuple[ArenaPlan, ReadBuffers]:
+        """Plan slabs and, for devices not read yet, buffers; idle models give way first."""
+        minimum = minimum_budget(layers, experts.experts, quota_min)
+        if self._ledger.budget_bytes < minimum:
+            raise BudgetTooSmall(
+                f"{experts.index.folder} needs a budget of at least {minimum:,} bytes for one worker "
+                f"({quota_min} experts at once), the budget is {self._ledger.budget_bytes:,}; "
+                f"start expertd with --budget {minimum} or more"
+            )
+        for idle in [m for m in self.by_path.values() if not m.sessions and not m.cache.busy]:
+            log.info("model_closed path=%s reason=room_for_another", idle.path)
+            self._close(idle)
+        need = needed_bytes(layers, experts.experts, quota_min)
+        devices = {shard.identity.dev for shard in experts.index.shards} - self._readers.keys()
+        free = self._ledger.free_bytes
+        buffers = read_buffers(free, need, self._options.threads)
+        free -= buffers.nbytes * len(devices)
+        if free < need:
+            holders = ", ".join(
+                f"{m.path} ({m.arena.nbytes:,} bytes, {len(m.sessions)} sessions)"
+                for m in self.by_path.values()
+            )
+            raise BudgetExhausted(
+                f"{experts.index.folder} needs {need:,} bytes, {free:,} of the budget of "
+                f"{self._ledger.budget_bytes:,} are free; held by {holders or 'read buffers'}; "
+                "end those sessions or give a larger budget"
+            )
+        return plan_arena(free, layers, experts.experts, quota_min), buffers
+
+    def _open_sources(self, index: ModelIndex) -> list[Source]:
+        sources: list[Source] = []
+        try:
+            for shard in index.shards:
+                sources.append(open_source(shard.path, shard.identity, self._options.read_mode))
+        except BaseException:
+            for source in sources:
+                source.close()
+            raise
+        return sources
+
+    def _start_reader(self, device: int, buffers: ReadBuffers) -> None:
+        self._ledger.take("read_buffer", buffers.nbytes, "the read buffers of one more device")
+        self._readers[device] = Reader(
+            threads=buffers.threads,
+            buffer_bytes=buffers.buffer_bytes,
+            on_done=self._done_in_thread,
+            name=f"reader-{device:x}",
+        )
+
+    # --- reads -------------------------------------------------------------------------------
+
+    def submit(
+        self, model: Model, orders: Sequence[FillOrder]
+    ) -> list[tuple[FillOrder, ModelChanged]]:
+        """Send orders to the readers of their devices; return those that a stale model refuses."""
+        if model.stale is not None:
+            return [(order, model.stale) for order in orders]
+        batches: dict[int, list[Fill]] = {}
+        for order in orders:
+            fill = model.fill(order)
+            self._in_flight[id(fill)] = (model, order, fill)
+            batches.setdefault(fill.pieces[0].source.device, []).append(fill)
+        for device, fills in batches.items():
+            self._readers[device].submit(fills)
+        return []
+
+    def _done_in_thread(self, fill: Fill, error: ExpertdError | None) -> None:
+        self._loop.call_soon_threadsafe(self._done, fill, error)
+
+    def _done(self, fill: Fill, error: ExpertdError | None) -> None:
+        model, order, _ = self._in_flight.pop(id(fill))
+        if error is not None:
+            model.read_errors += 1
+            if isinstance(error, ModelChanged) and model.stale is None:
+                model.stale = error
+                log.error("model_stale path=%s reason=%s", model.path, error)
+            else:
+                log.warning("read_failed path=%s key=%s reason=%s", model.path, order.key, error)
+        self._on_done(model, order, error)
+
+    # --- sessions ----------------------------------------------------------------------------
+
+    def grant(self, model: Model, request: Attach) -> int:
+        """Return the quota of one more session of `model`.
+
+        Raises:
+            BudgetExhausted: the quotas of the others leave less than it needs.
+        """
+        slots = model.arena.plan.smallest_slots
+        wanted = min(request.quota_wanted, request.experts)
+        least = min(request.quota_min, request.experts)
+        quota = grant_quota(slots, model.quotas, least, wanted)
+        if quota == 0:
+            holders = ", ".join(
+                f"pid {s.peer.pid}: {s.page.layout.quota}" for s in model.sessions if s.page
+            )
+            raise BudgetExhausted(
+                f"one more worker of {model.path} needs {least} slots at once; of {slots} slots "
+                f"{model.quotas} are promised ({holders}) and 1 is kept in reserve; "
+                "end a session or give a larger budget"
+            )
+        return quota
+
+    def _close(self, model: Model) -> None:
+        self.by_path.pop(model.path, None)
+        plan = model.arena.plan
+        model.close()
+        self._ledger.give("slab", plan.slab_bytes)
+        self._ledger.give("directory", plan.directory_bytes)
+
+    def close(self, deadline_seconds: float) -> None:
+        """Stop the readers; what they have not begun is abandoned."""
+        for reader in self._readers.values():
+            reader.close(deadline_seconds)

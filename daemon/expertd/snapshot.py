@@ -1,0 +1,130 @@
+"""One consistent look at the daemon, as the `Stats` that goes over the wire. Reads, never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from expertd import __version__
+from expertd.cache.ledger import Ledger
+from expertd.latency import LatencyHistogram
+from expertd.models import Model, Models
+from expertd.sessions import Session
+from expertd_protocol.endpoints import Endpoints
+from expertd_protocol.stats import (
+    Counters,
+    FileStats,
+    ModelStats,
+    SessionStats,
+    SlotCounts,
+    Stats,
+)
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """Who this daemon is; `epoch` differs between any two daemons of one run directory."""
+
+    pid: int
+    epoch: int
+    endpoints: Endpoints
+    started_at: float
+
+
+def snapshot(
+    daemon: Daemon, ledger: Ledger, models: Models, sessions: Sequence[Session], now: float
+) -> Stats:
+    """Return the numbers as of now."""
+    live = [s.snapshot(now) for s in sessions if s.model is not None]
+    each = [_model(m, [s for s in live if s.model == str(m.path)]) for m in models.by_path.values()]
+    latency = LatencyHistogram()
+    for model in models.by_path.values():
+        latency.merge(model.latency)
+    prefill = _add(m.prefill for m in each)
+    decode = _add(m.decode for m in each)
+    return Stats(
+        version=__version__,
+        pid=daemon.pid,
+        epoch=daemon.epoch,
+        uptime_seconds=now - daemon.started_at,
+        run_dir=str(daemon.endpoints.run_dir),
+        budget_bytes=ledger.budget_bytes,
+        committed_bytes=ledger.committed_bytes,
+        peak_committed_bytes=ledger.peak_bytes,
+        resident_bytes=sum(m.resident_bytes for m in each),
+        pinned_bytes=sum(m.pinned_bytes for m in each),
+        read_buffer_bytes=ledger.held("read_buffer"),
+        directory_bytes=ledger.held("directory"),
+        page_bytes=ledger.held("page"),
+        slab_bytes=ledger.held("slab"),
+        slots=sum_slots(m.slots for m in each),
+        evictions=sum(m.evictions for m in each),
+        device_reads=sum(m.device_reads for m in each),
+        device_read_bytes=sum(m.device_read_bytes for m in each),
+        saved_reads=sum(m.saved_reads for m in each),
+        saved_bytes=sum(m.saved_bytes for m in each),
+        read_errors=sum(m.read_errors for m in each),
+        queue_depth=models.queue_depth,
+        prefill=prefill,
+        decode=decode,
+        total=prefill + decode,
+        miss_latency=latency.snapshot(),
+        models=tuple(each),
+        sessions=tuple(live),
+    )
+
+
+def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
+    slabs = model.arena.slabs
+    counts = [s.table.counts(model.cache.held(s.table.slab)) for s in slabs]
+    pairs = list(zip(slabs, counts, strict=True))
+    layers = range(len(model.layers))
+    biggest = max(slab.layout.expert_bytes for slab in slabs)
+    files = tuple(
+        FileStats(
+            path=str(source.path),
+            mode=str(source.mode),
+            reads=source.reads,
+            read_bytes=source.read_bytes,
+            errors=source.errors,
+        )
+        for source in model.sources
+    )
+    return ModelStats(
+        path=str(model.path),
+        state="stale" if model.stale is not None else "serving",
+        layers=len(model.layers),
+        experts=model.index.experts,
+        expert_bytes=biggest,
+        total_expert_bytes=sum(model.index.expert_bytes(i) for i in layers) * model.index.experts,
+        slab_bytes=sum(slab.layout.nbytes for slab in slabs),
+        resident_bytes=sum(c.ready * slab.layout.expert_bytes for slab, c in pairs),
+        pinned_bytes=sum(c.pinned * slab.layout.expert_bytes for slab, c in pairs),
+        slots=sum_slots(counts),
+        evictions=model.cache.tally.evictions,
+        deferred_reuses=model.cache.tally.deferred_reuses,
+        device_reads=sum(f.reads for f in files),
+        device_read_bytes=sum(f.read_bytes for f in files),
+        saved_reads=model.cache.tally.saved_reads,
+        saved_bytes=model.cache.tally.saved_reads * biggest,
+        read_errors=model.read_errors,
+        prefill=_add([model.gone[0], *(s.prefill for s in sessions)]),
+        decode=_add([model.gone[1], *(s.decode for s in sessions)]),
+        miss_latency=model.latency.snapshot(),
+        files=files,
+    )
+
+
+def _add(counters: Iterable[Counters]) -> Counters:
+    total = Counters()
+    for c in counters:
+        total = total + c
+    return total
+
+
+def sum_slots(counts: Iterable[SlotCounts]) -> SlotCounts:
+    """Add up slot counts; the states of the sum still add up to its total."""
+    total = SlotCounts()
+    for c in counts:
+        total = SlotCounts(**{k: v + getattr(total, k) for k, v in c.model_dump().items()})
+    return total

@@ -1,0 +1,106 @@
+"""The run directory, its lock and its socket files: who may be here, and never two daemons.
+
+libzmq unlinks whatever is at an ipc path before it binds, and a second bind silently steals the
+endpoint (D01, D02). So: a lock first, an lstat before each bind, and a directory that is ours alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from expertd_protocol.endpoints import Endpoints
+from expertd_protocol.errors import AlreadyRunning, UnsafePath
+
+
+def prepare_run_dir(run_dir: Path) -> Endpoints:
+    """Make the run directory (0700) or check that it is a directory of ours alone (D05).
+
+    Raises:
+        UnsafePath: it is a link, belongs to someone else, or cannot be made.
+        PathTooLong: a socket in it would not fit the kernel's limit.
+    """
+    endpoints = Endpoints(run_dir)
+    try:
+        run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            run_dir.mkdir(mode=0o700)
+        info = run_dir.lstat()
+        if not stat.S_ISDIR(info.st_mode):
+            raise UnsafePath(f"run directory {run_dir} is not a directory (a link is refused too)")
+        if info.st_uid != os.geteuid():
+            raise UnsafePath(
+                f"run directory {run_dir} belongs to user {info.st_uid}, not to {os.geteuid()}; "
+                "choose another with --run-dir"
+            )
+        if info.st_mode & 0o077:
+            run_dir.chmod(0o700)
+    except OSError as exc:
+        raise UnsafePath(f"run directory {run_dir} cannot be used: {exc.strerror}") from exc
+    return endpoints
+
+
+class RunLock:
+    """Held for the daemon's whole life; the kernel lets go when the process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            AlreadyRunning: another process holds it.
+        """
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            holder = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise AlreadyRunning(
+                    f"another expertd (pid {holder}) already serves {path.parent}; "
+                    "use it, stop it, or choose another --run-dir"
+                ) from exc
+            raise UnsafePath(
+                f"{path} cannot be locked ({exc.strerror}); the run directory must be on a local disk"
+            ) from exc
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def clear_stale_socket(path: Path) -> None:
+    """Remove a socket file that a killed daemon of ours left behind; the lock must be held.
+
+    Raises:
+        UnsafePath: there is something else than our own socket; it is not touched.
+    """
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
+        raise UnsafePath(
+            f"{path} exists and is not a socket of ours; move it away or choose another --run-dir"
+        )
+    path.unlink()
+
+
+def bind_attach(path: Path) -> socket.socket:
+    """Return the listening attach socket (mode 0600), non-blocking."""
+    clear_stale_socket(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(before)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener

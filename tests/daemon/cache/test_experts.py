@@ -1,0 +1,438 @@
+"""The cache of one model: requests, joins, eviction, reuse, failure, death."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from expertd.cache.table import SlotState
+from expertd_protocol.errors import ProtocolError, QuotaExceeded, TooManyInFlight
+from expertd_protocol.layout import Phase, pack_word
+from expertd_protocol.messages import Miss
+from tests.fakes import GRACE, FakeArena
+
+
+def test_a_miss_is_read_once_and_answered_when_it_is_complete() -> None:
+    arena = FakeArena()
+    worker = arena.worker(quota=3)
+
+    worker.pin(0, (1, 2))
+
+    assert [order.key for order in arena.reading] == [(0, 1), (0, 2)]
+    arena.finish_read()
+    assert worker.asked
+    arena.finish_read()
+    assert worker.complete
+    worker.use()
+
+
+def test_a_hit_needs_no_message() -> None:
+    arena = FakeArena()
+    worker = arena.worker(quota=3)
+    worker.pin(0, (1, 2))
+    arena.settle()
+    worker.unpin()
+
+    worker.pin(0, (2, 1))
+
+    assert worker.complete
+    assert worker.seq == 1
+
+
+def test_two_workers_that_miss_the_same_expert_cause_one_read() -> None:
+    arena = FakeArena()
+    first, second = arena.worker(quota=1), arena.worker(quota=1)
+
+    first.pin(0, (5,))
+    second.pin(0, (5,))
+
+    assert len(arena.reading) == 1
+    arena.finish_read()
+    assert first.complete
+    assert second.complete
+    assert second.last_reply is not None
+    assert (second.last_reply.joined, second.last_reply.missed) == (1, 0)
+    assert arena.cache.tally.saved_reads == 1
+
+
+def test_what_one_request_waits_for_is_not_evicted_for_its_own_other_members_B01() -> None:
+    arena = FakeArena(experts=8, slots=5)
+    worker = arena.worker(quota=4)
+    worker.pin(0, (4, 5, 6, 7))
+    arena.settle()
+    worker.unpin()
+
+    worker.pin(0, (0, 1, 2, 3))
+    arena.settle()
+
+    assert worker.complete
+    worker.use()
+
+
+def test_a_slot_that_a_worker_holds_is_never_reused() -> None:
+    arena = FakeArena(slots=4)
+    holder, other = arena.worker(quota=1), arena.worker(quota=2)
+    holder.pin(0, (0,))
+    arena.settle()
+
+    for round_ in range(20):
+        other.pin(1, (2 * round_ % 8, (2 * round_ + 1) % 8))
+        arena.settle()
+        other.use()
+        holder.use()
+        other.unpin()
+
+
+def test_a_hazard_published_after_the_victim_was_chosen_defers_its_reuse() -> None:
+    arena = FakeArena(slots=2)
+    reader, other = arena.worker(quota=1), arena.worker(quota=1)
+    reader.pin(0, (0,))
+    arena.settle()
+    reader.unpin()
+    words = {0: int(arena.directory[0, 0])}
+    reader.layer, reader.wanted = 0, (0,)
+    reader.hazards[0] = words[0]  # published from a word read before the eviction ...
+
+    other.pin(0, (1,))  # ... and both slots are wanted
+    arena.settle()
+    other.unpin()
+    other.pin(0, (2,))
+    for _ in range(5):
+        arena.advance(GRACE)
+
+    slot = int(np.flatnonzero(arena.tables[0].layer == 0)[0])
+    assert arena.bytes[0][slot] is not None
+    reader._hold(0, words[0])
+    reader.use()
+
+
+def test_a_word_read_before_an_eviction_is_seen_as_a_miss_by_the_second_look() -> None:
+    arena = FakeArena(slots=3)
+    slow, other = arena.worker(quota=1), arena.worker(quota=1)
+    slow.pin(0, (0,))
+    arena.settle()
+    slow.unpin()
+    arena.advance(GRACE)
+
+    stale = {0: int(arena.directory[0, 0])}
+    for expert in range(1, 8):
+        other.pin(0, (expert,))
+        arena.settle()
+        other.unpin()
+    assert arena.directory[0, 0] != stale[0]
+    slow.hazards[0] = stale[0]
+    slow.layer, slow.wanted, slow.pinned = 0, (0,), {}
+
+    assert slow.recheck(stale) == (0,)
+
+
+def test_a_retired_expert_that_is_wanted_again_needs_no_read() -> None:
+    arena = FakeArena(slots=4)
+    worker = arena.worker(quota=3)
+    worker.pin(0, (0, 1, 2))
+    arena.settle()
+    worker.pin(1, (0, 1, 2))  # needs slots: some of layer 0 are retired and rest
+    retired = np.flatnonzero(arena.tables[0].state == SlotState.RETIRED)
+    assert len(retired)
+    worker.unpin()
+    expert = int(arena.tables[0].expert[retired[0]])
+    other = arena.worker(quota=1)
+    reads = len(arena.reading)
+
+    other.pin(0, (expert,))
+
+    assert other.complete
+    other.use()
+    assert len(arena.reading) == reads
+
+
+def test_a_failed_read_publishes_nothing_and_frees_its_slot() -> None:
+    arena = FakeArena()
+    first, second = arena.worker(quota=1), arena.worker(quota=1)
+    first.pin(0, (3,))
+    second.pin(0, (3,))
+
+    arena.fail_read()
+
+    assert first.error is not None
+    assert second.error is not None
+    assert first.error.code == "read_failed"
+    assert arena.directory[0, 3] == 0
+    arena.cache.check()
+    first.pin(0, (3,))
+    arena.settle()
+    first.use()
+
+
+def test_a_read_asked_for_by_a_dead_worker_completes_into_the_cache_C24() -> None:
+    arena = FakeArena()
+    dead, heir = arena.worker(quota=1), arena.worker(quota=1)
+    dead.pin(0, (3,))
+
+    arena.kill(dead)
+    arena.finish_read()
+
+    assert arena.directory[0, 3] != 0
+    heir.pin(0, (3,))
+    assert heir.complete
+    heir.use()
+
+
+def test_the_pins_of_a_dead_worker_end_and_those_of_a_silent_one_stay_C05() -> None:
+    arena = FakeArena(slots=3)
+    stopped, other = arena.worker(quota=1), arena.worker(quota=1)
+    stopped.pin(0, (0,))
+    arena.settle()
+    arena.cache.stop_serving(stopped.id, arena.now)
+
+    for expert in range(1, 8):
+        other.pin(0, (expert,))
+        arena.settle()
+        other.unpin()
+        stopped.use()
+
+    assert arena.cache.held(0) == 1
+    arena.kill(stopped)
+    assert arena.cache.held(0) == 0
+
+
+def test_a_dead_workers_unanswered_want_is_not_read() -> None:
+    arena = FakeArena(slots=2)
+    holder, dead = arena.worker(quota=1), arena.worker(quota=1)
+    holder.pin(0, (0,))
+    arena.settle()
+    dead.pin(1, (1,))
+    arena.settle()
+    dead.unpin()
+    dead.pin(1, (2,))  # waits for a slot to come free
+    assert not arena.reading
+
+    arena.kill(dead)
+    arena.advance(GRACE)
+
+    assert not arena.reading
+    assert not arena.cache.busy
+
+
+def test_an_unacknowledged_reply_keeps_its_slots() -> None:
+    arena = FakeArena(slots=3)
+    slow, other = arena.worker(quota=1), arena.worker(quota=1)
+    slow.receive = lambda message: None  # type: ignore[method-assign, assignment]
+    slow.pin(0, (0,))
+    arena.finish_read()
+    word = int(arena.directory[0, 0])
+
+    for expert in range(1, 8):
+        other.pin(0, (expert,))
+        while other.asked:
+            while arena.reading:
+                arena.finish_read()
+            arena.advance(GRACE)
+        other.unpin()
+
+    assert int(arena.directory[0, 0]) == word
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Miss(1, -1, 1, (0,)), ProtocolError),
+        (Miss(1, 10**9, 1, (0,)), ProtocolError),
+        (Miss(1, 0, 1, (-1,)), ProtocolError),
+        (Miss(1, 0, 1, (8,)), ProtocolError),
+        (Miss(1, 0, 1, (1, 1)), ProtocolError),
+        (Miss(1, 0, 1, (0, 1, 2, 3)), QuotaExceeded),
+    ],
+)
+def test_a_bad_request_is_refused_and_changes_nothing_D34(
+    request_: Miss, error: type[Exception]
+) -> None:
+    arena = FakeArena()
+    worker = arena.worker(quota=3)
+
+    with pytest.raises(error):
+        arena.cache.request(worker.id, request_, arena.now)
+
+    assert not arena.cache.fills
+    assert not arena.cache.busy
+    worker.pin(0, (1,))
+    arena.settle()
+    worker.use()
+
+
+def test_a_session_has_a_credit_of_requests() -> None:
+    arena = FakeArena(slots=8)
+    worker = arena.worker(quota=8)
+    for seq in range(1, 5):
+        arena.cache.request(worker.id, Miss(seq, 0, 1, (seq,)), arena.now)
+
+    with pytest.raises(TooManyInFlight):
+        arena.cache.request(worker.id, Miss(5, 0, 1, (5,)), arena.now)
+
+
+def test_decode_is_given_slots_before_prefill() -> None:
+    arena = FakeArena(slots=3)
+    long, short = arena.worker(quota=1), arena.worker(quota=1)
+    for expert in (0, 1):
+        long.pin(0, (expert,))
+        arena.settle()
+        long.unpin()
+    while arena.tables[0].free:
+        long.pin(0, (len(arena.reading) + 2,))
+        arena.settle()
+        long.unpin()
+    long.pin(1, (6,), Phase.PREFILL)
+    short.pin(1, (7,), Phase.DECODE)
+    assert not arena.reading
+
+    arena.advance(GRACE)
+
+    assert arena.reading[0].key == (1, 7)
+
+
+def test_random_bytes_in_a_workers_page_harm_nobody_F8() -> None:
+    arena = FakeArena(slots=4)
+    mad, other = arena.worker(quota=2), arena.worker(quota=2)
+    rng = np.random.default_rng(7)
+
+    for step in range(200):
+        mad.page[:] = rng.bytes(len(mad.page))
+        other.pin(step % 2, (step % 8, (step + 1) % 8))
+        arena.settle()
+        other.use()
+        other.unpin()
+        arena.cache.check()
+
+
+class Workers(RuleBasedStateMachine):
+    """Workers, reads, failures, deaths and time in any order: no wrong bytes, nothing lost, no deadlock."""
+
+    SLOTS, QUOTA, EXPERTS = 9, 2, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = FakeArena(
+            layers=3, experts=self.EXPERTS, slots=self.SLOTS, slab_of_layer=(0, 0, 1)
+        )
+        for _ in range(4):
+            self.arena.worker(quota=self.QUOTA)
+
+    def idle(self) -> list[int]:
+        return [
+            i for i, w in enumerate(self.arena.workers.values()) if not w.asked and not w.wanted
+        ]
+
+    @rule(
+        who=st.integers(0, 3),
+        layer=st.integers(0, 2),
+        experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=QUOTA),
+        phase=st.sampled_from(Phase),
+    )
+    def pin(self, who: int, layer: int, experts: set[int], phase: Phase) -> None:
+        workers = list(self.arena.workers.values())
+        worker = workers[who % len(workers)]
+        if not worker.asked and not worker.wanted:
+            worker.pin(layer, tuple(experts), phase)
+
+    @rule(who=st.integers(0, 3), layer=st.integers(0, 2), expert=st.integers(0, EXPERTS - 1))
+    def publish_late(self, who: int, layer: int, expert: int) -> None:
+        """The pause between the two looks of rule 1, with an eviction and time in between."""
+        workers = list(self.arena.workers.values())
+        worker = workers[who % len(workers)]
+        if worker.asked or worker.wanted:
+            return
+        stale = {expert: int(self.arena.directory[layer, expert])}
+        self.arena.advance(GRACE)
+        worker.layer, worker.wanted, worker.pinned = layer, (expert,), {}
+        worker.hazards[:] = 0
+        worker.hazards[0] = stale[expert]
+        missing = worker.recheck(stale)
+        if missing:
+            worker.ask(missing)
+
+    @precondition(lambda self: self.arena.reading)
+    @rule(which=st.integers(0, 100), ok=st.integers(0, 9))
+    def end_read(self, which: int, ok: int) -> None:
+        which %= len(self.arena.reading)
+        if ok:
+            self.arena.finish_read(which)
+        else:
+            self.arena.fail_read(which)
+
+    @rule(who=st.integers(0, 3))
+    def evaluate(self, who: int) -> None:
+        workers = list(self.arena.workers.values())
+        worker = workers[who % len(workers)]
+        if worker.complete:
+            worker.use()
+            worker.unpin()
+
+    @rule(seconds=st.sampled_from([0.001, GRACE, 0.2]))
+    def wait(self, seconds: float) -> None:
+        self.arena.advance(seconds)
+
+    @precondition(lambda self: len(self.arena.workers) > 1)
+    @rule(who=st.integers(0, 3))
+    def kill(self, who: int) -> None:
+        workers = list(self.arena.workers.values())
+        self.arena.kill(workers[who % len(workers)])
+
+    @invariant()
+    def tables_and_directory_agree(self) -> None:
+        self.arena.cache.check()
+        for worker in self.arena.workers.values():
+            worker.use()
+
+    def teardown(self) -> None:
+        """Whatever happened, everybody who still waits is served."""
+        for worker in self.arena.workers.values():
+            if worker.complete:
+                worker.unpin()
+        self.arena.settle()
+        for worker in self.arena.workers.values():
+            worker.use()
+            worker.unpin()
+        self.arena.advance(1.0)
+        self.arena.advance(1.0)
+        assert not self.arena.cache.busy
+        for table in self.arena.tables:
+            assert (table.grants == 0).all() or self.arena.workers
+
+
+TestWorkers = Workers.TestCase
+TestWorkers.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_the_machine_above_finds_a_missing_second_look() -> None:
+    """A control: a worker that trusts its first look reads another expert's bytes."""
+    arena = FakeArena(slots=2)
+    careless, other = arena.worker(quota=1), arena.worker(quota=1)
+    careless.pin(0, (0,))
+    arena.settle()
+    careless.unpin()
+    stale = int(arena.directory[0, 0])
+    for expert in (1, 2):
+        other.pin(0, (expert,))
+        arena.settle()
+        other.unpin()
+
+    careless.layer = 0
+    careless.pinned = {0: stale}
+
+    with pytest.raises(AssertionError):
+        careless.use()
+
+
+def test_a_word_names_its_generation() -> None:
+    arena = FakeArena(slots=2)
+    worker = arena.worker(quota=1)
+    seen = set()
+    for expert in (0, 1, 2, 3, 0, 1):
+        worker.pin(0, (expert,))
+        arena.settle()
+        seen.add(int(arena.directory[0, expert]))
+        worker.unpin()
+
+    assert len(seen) == 6
+    assert pack_word(1, 0, 0) in seen
