@@ -1,7 +1,8 @@
 """The blocking client of the expertd daemon: attach, map, pin; no MLX and no event loop.
 
-A `Client` belongs to one thread of one process. A hit costs no message; only a miss asks the daemon.
-Importing this package opens nothing, starts nothing and loads numpy only when a worker needs it.
+A `Client` belongs to one thread of one process. A hit costs no message; only a miss asks the
+daemon. Importing this package opens nothing, starts nothing and loads numpy
+only when a worker needs it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The admin's client: stats and ping, nothing mapped and nothing pinned.
 
-Made for commands that live for a moment: it imports no numpy, and opens one attach socket and one DEALER.
+Made for commands that live for a moment: it imports no numpy, and opens two sockets.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Admin:
 
     @classmethod
     def connect(cls, socket: Path | None = None, *, deadline_seconds: float = 10) -> Admin:
-        """Connect to the daemon at `socket`, a run directory or its attach.sock; None = the usual one.
+        """Connect to the daemon at `socket`: a run directory, its attach.sock, or None = the usual.
 
         Args:
             deadline_seconds: how long this and every later request may take.
@@ -108,5 +108,6 @@ def ask(dealer: Dealer, message: Message, expect: type[Reply], seconds: float) -
         if isinstance(reply, expect):
             return reply
     raise errors.DeadlineExceeded(
-        f"the daemon did not answer a {type(message).__name__} within {seconds:g} s; look at its log"
+        f"the daemon did not answer a {type(message).__name__} within {seconds:g} s; "
+        "look at its log"
     )

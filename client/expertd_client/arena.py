@@ -1,8 +1,8 @@
 """The arena as one worker sees it: slabs and directory read-only, its own page read-write.
 
-An `Arena` is what one attach mapped. It never changes and never grows: the next attach makes a new one
-with the next `serial`, and the old one stays readable until it is closed. The descriptors of directory and
-slabs are open for reading only, so the kernel refuses every writable map of them.
+An `Arena` is what one attach mapped. It never changes and never grows: the next attach makes a new
+one with the next `serial`, and the old one stays readable until it is closed. The descriptors of
+directory and slabs are open for reading only, so the kernel refuses every writable map of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from expertd_protocol.layout import (
     U64,
     DirectoryLayout,
     PageLayout,
+    Part,
     SlabLayout,
     check_range,
 )
@@ -149,7 +150,7 @@ def _slab_layouts(source: ModelSource, attached: Attached) -> list[SlabLayout]:
             f"the model has {len(source.layers)}"
         )
     check_range("the number of slabs", len(attached.slabs), 1, MAX_SLABS + 1)
-    parts_of = {}
+    parts_of: dict[int, tuple[Part, ...]] = {}
     for layer, slab in enumerate(attached.slab_of_layer):
         check_range(f"the slab of layer {layer}", slab, 0, len(attached.slabs))
         parts = source.parts[layer]

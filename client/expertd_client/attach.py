@@ -1,7 +1,7 @@
 """The attach socket: handshake, file descriptors, life.
 
-One blocking Unix stream connection, open as long as its owner serves. Every request has a deadline, and
-end of file means that the daemon is gone. File descriptors that come along belong to the caller;
+One blocking Unix stream connection, open as long as its owner serves. Every request has a deadline,
+and end of file means that the daemon is gone. File descriptors that come along belong to the caller;
 those that come unasked are closed. It never sends anything but one request at a time.
 """
 
@@ -159,7 +159,7 @@ class AttachSocket:
     def close(self) -> None:
         self._sock.close()
 
-    def _receive(self, size: int, fds: list[int], deadline: float) -> bytearray:
+    def _receive(self, size: int, fds: list[int], deadline: float) -> bytes:
         """Read exactly `size` bytes; descriptors ride on the first bytes of a reply."""
         data = bytearray()
         while len(data) < size:
@@ -187,7 +187,7 @@ class AttachSocket:
                     f"the daemon at {self.path} closed the connection; it may be restarting"
                 )
             data += piece
-        return data
+        return bytes(data)
 
     def _within(self, deadline: float) -> None:
         left = deadline - time.monotonic()

@@ -1,8 +1,8 @@
 """The ZeroMQ side of a session: one DEALER socket, one payload frame per message.
 
 A wait ends with a frame, at its deadline, or when the attach socket says that the daemon is gone.
-A new session gets a new socket: an old one would reconnect to the next daemon under a name that this
-daemon does not know. The context is made with the first socket, never at import (D10).
+A new session gets a new socket: an old one would reconnect to the next daemon under a name that it
+does not know. The context is made with the first socket, never at import (D10).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zmq
 from expertd_client.attach import AttachSocket
 from expertd_protocol import codec, errors
 
-#: Messages queued in each direction before the daemon is called stuck; one request is ever in flight.
+#: Messages queued in each direction before the daemon is called stuck; one is the usual number.
 HIGH_WATER_MARK = 64
 
 

@@ -1,7 +1,7 @@
 """A small daemon for tests of clients: real sockets, real shared memory, correct grants, no disk.
 
-`FakeDaemon` serves a run directory from a thread; its experts are `pattern` bytes, so that a test can tell
-whose bytes it sees. Override `attached` or `answer` to misbehave. It follows the pin rules by never
+`FakeDaemon` serves a run directory from a thread; its experts are `pattern` bytes, so that a test
+can tell whose bytes it sees. Override `attached` or `answer` to misbehave. It follows the pin rules by never
 reusing a slot that a hazard or an open grant names, except in `evict`, which does what it is told.
 `python -m expertd_client.testing RUN_DIR` serves from a process of its own, to be killed.
 """
@@ -423,7 +423,7 @@ class FakeDaemon:
         )
 
     def stop(self) -> None:
-        """End as a killed daemon does: every connection breaks, the socket files stay; idempotent."""
+        """End like a killed daemon: every connection breaks, the socket files stay; idempotent."""
         if self._wake.fileno() < 0:
             return
         self._wake.close()
