@@ -1,0 +1,13 @@
+"""Stream the experts of a Mixture-of-Experts model into mlx-lm; the only package that imports MLX.
+
+    model, tokenizer = expertd_mlx.load("mlx-community/Qwen3-30B-A3B-4bit")
+    mlx_lm.generate(model, tokenizer, prompt="...")
+
+Tokens and logits equal those of a fully resident mlx-lm run.
+"""
+
+from expertd_mlx.load import close, load
+from expertd_mlx.models import stream_of, streamed_classes
+from expertd_mlx.prepare import prepare, prepared
+
+__all__ = ["close", "load", "prepare", "prepared", "stream_of", "streamed_classes"]

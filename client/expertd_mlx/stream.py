@@ -1,0 +1,232 @@
+"""Stream: one model's connection to its experts, and the rules of a forward pass.
+
+Owns the client, the view of the arena and the one output that still reads pinned slots. A plain
+object, never stored as a module's array: mlx-lm walks modules to evaluate and to wire what it
+finds. Pins are given back only after what reads them was evaluated (rule 3); a token is handed on
+only after the generations of its experts were checked (rule 6). Belongs to the generation thread,
+like every MLX array.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from expertd_mlx.planes import PlaneView, open_view
+from expertd_mlx.snapshot import CacheSnapshot
+from expertd_protocol.errors import BadConfig, StaleExperts
+from expertd_protocol.layout import U64, Ints, Phase
+from expertd_protocol.messages import LayerSource
+
+if TYPE_CHECKING:
+    from expertd_client import Arena, ModelSource
+
+log = logging.getLogger(__name__)
+
+#: A pass (or a wave) whose slots changed underneath is done again; more often than this is a bug.
+MAX_TRIES = 3
+#: Megabytes MLX may keep for reuse. Its default is nearly all of RAM, which is the arena's.
+CACHE_LIMIT_ENV = "EXPERTD_MLX_CACHE_MB"
+DEFAULT_CACHE_LIMIT_MB = 256
+
+
+def set_cache_limit() -> None:
+    """Bound MLX's pool of freed buffers."""
+    text = os.environ.get(CACHE_LIMIT_ENV, str(DEFAULT_CACHE_LIMIT_MB))
+    if not text.isdecimal():
+        raise BadConfig(f"{CACHE_LIMIT_ENV} is {text!r}, wanted a whole number of megabytes")
+    mx.set_cache_limit(int(text) << 20)
+
+
+class Experts(Protocol):
+    """What a model needs of `expertd_client.Client`."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def quota(self) -> int: ...
+    def attach(self, source: ModelSource, *, quota_min: int, quota_wanted: int) -> Arena: ...
+    def resident(self, layer: int) -> npt.NDArray[np.bool_]: ...
+    def pin(self, layer: int, experts: Ints, phase: Phase) -> U64: ...
+    def verify(self) -> bool: ...
+    def unpin(self) -> None: ...
+    def begin_pass(self) -> None: ...
+    def end_pass(self, tokens: int, phase: Phase) -> None: ...
+    def drop_old_arenas(self) -> None: ...
+    def report_resident_bytes(self, n: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Stream:
+    """The streamed experts of one model."""
+
+    def __init__(self, layers: tuple[LayerSource, ...], experts: int, top_k: int) -> None:
+        self.layers = layers
+        self.experts = experts
+        self.top_k = top_k
+        self.phase = Phase.PREFILL
+        #: Where to attach when the first pass finds no daemon yet; set by `load` and `prepare`.
+        self.path: Path | None = None
+        self.arena_view = os.environ.get("EXPERTD_ARENA_VIEW", "auto")
+        #: Bytes of the weights that stay in this process.
+        self.resident_bytes = 0
+        self._client: Experts | None = None
+        self._view: PlaneView | None = None
+        self._part_names = [[part.name for part in layer.parts] for layer in layers]
+        self._outstanding: mx.array | None = None
+        self._holds_pins = False
+        #: Called when the arena goes: every layer lets go of its arrays.
+        self.unbind: list[Callable[[], None]] = []
+
+    # --- attach ------------------------------------------------------------------------------
+    @property
+    def client(self) -> Experts:
+        if self._client is None:
+            self._connect()
+        assert self._client is not None
+        return self._client
+
+    @property
+    def view(self) -> PlaneView:
+        """The arena as MLX sees it, rebuilt when the daemon was replaced."""
+        arena = self.client.arena
+        if self._view is None or self._view.serial != arena.serial:
+            self._close_view()
+            self._view = open_view(self.arena_view, arena, self._part_names, self.client.quota)
+            self.client.drop_old_arenas()
+        return self._view
+
+    def attach(self, client: Experts, path: Path) -> None:
+        """Attach through `client`, which is this stream's from now on."""
+        from expertd_client import ModelSource
+
+        set_cache_limit()
+        source = ModelSource(path=path, experts=self.experts, layers=self.layers)
+        quota_min = min(self.top_k, self.experts)
+        client.attach(source, quota_min=quota_min, quota_wanted=self.experts)
+        self._client, self.path = client, path
+        client.report_resident_bytes(self.resident_bytes)
+        log.info(
+            "attached path=%s layers=%d experts=%d quota=%d view=%s",
+            path, len(self.layers), self.experts, client.quota, self.view.name,
+        )  # fmt: skip
+
+    def _connect(self) -> None:
+        """Attach at the first pass: mlx-lm's own loaders give no later chance, and may build twice."""
+        from expertd_client import Client
+
+        if self.path is None:
+            raise BadConfig(
+                "the model does not know its folder; load it with expertd_mlx.load, "
+                "or through a folder written by expertd_mlx.prepare"
+            )
+        client = Client.connect()
+        try:
+            self.attach(client, self.path)
+        except BaseException:
+            client.close()
+            raise
+
+    def close(self) -> None:
+        """Give every pin back and detach. The model cannot be used any more."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._outstanding = None
+            client.unpin()
+            self._close_view()
+            client.close()
+
+    def _close_view(self) -> None:
+        for unbind in self.unbind:
+            unbind()
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    # --- pins --------------------------------------------------------------------------------
+    def read_back(self, indices: mx.array) -> Ints:
+        """Return the routed ids, and be done with the layer before: one evaluation for both."""
+        mx.eval([indices, self._outstanding] if self._outstanding is not None else indices)
+        self.settle()
+        return np.array(indices).astype(np.intp, copy=False)
+
+    def pin(self, layer: int, experts: Ints) -> U64:
+        """Pin and return the words, fewer than asked only when the quota shrank meanwhile."""
+        self._holds_pins = True
+        return self.client.pin(layer, experts, self.phase)
+
+    def hold(self, output: mx.array) -> mx.array:
+        """Remember that `output` reads the pinned slots and is not evaluated yet."""
+        self._outstanding = output
+        return output
+
+    def settle(self) -> None:
+        """Evaluate what reads the pinned slots, check them (rule 6), give them back (rule 3).
+
+        Raises:
+            StaleExperts: a slot was reused while it was pinned; what was computed is worthless.
+        """
+        if self._outstanding is not None:
+            mx.eval(self._outstanding)
+            self._outstanding = None
+        if not self._holds_pins:
+            return
+        fresh = self.client.verify()
+        self.release()
+        if not fresh:
+            raise StaleExperts(
+                f"slots changed while pinned ({self.path}); the pass is done again, at most "
+                f"{MAX_TRIES} times; please report it"
+            )
+
+    def release(self) -> None:
+        """Give the pins back; nothing unevaluated reads them."""
+        self._holds_pins = False
+        self.client.unpin()
+
+    # --- passes ------------------------------------------------------------------------------
+    def run_pass(self, forward: Callable[[], Any], cache: Any, tokens: int, phase: Phase) -> Any:
+        """Run one forward pass so that its result is exact, or raise.
+
+        Ends with the last layer's experts evaluated, checked and given back. Not with the logits
+        evaluated: mlx-lm drops those of a prefill.
+        """
+        client = self.client
+        self.phase = phase
+        client.begin_pass()
+        before = CacheSnapshot(cache)
+        for last in (False,) * (MAX_TRIES - 1) + (True,):
+            try:
+                output = forward()
+                self.settle()
+            except StaleExperts:
+                self._abandon()
+                before.restore()
+                if last:
+                    raise
+                log.warning("stale slots, forward pass repeated path=%s", self.path)
+                continue
+            except BaseException:
+                self._abandon()
+                before.restore()
+                raise
+            client.end_pass(tokens, phase)
+            return output
+        raise AssertionError("unreachable")
+
+    def _abandon(self) -> None:
+        """End a pass that failed: nothing it built may read a slot after its pin is gone."""
+        outstanding, self._outstanding = self._outstanding, None
+        try:
+            if outstanding is not None:
+                mx.eval(outstanding)
+        finally:
+            if self._holds_pins:
+                self.release()
