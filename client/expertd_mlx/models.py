@@ -213,9 +213,8 @@ def stream_experts(
     stream = Stream(layers, experts, top_k(config, defaults))
     for index, (_, module, linears) in enumerate(found):
         _turn(stream, index, module, linears)
-    stream.resident_bytes = sum(
-        array.nbytes for array in tree_flatten(model.parameters(), destination={}).values()
-    )
+    resident: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    stream.resident_bytes = sum(array.nbytes for array in resident.values())
     return stream
 
 
