@@ -8,6 +8,7 @@ its lifeline pipe and ends by itself. Never touches a daemon that was running be
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -35,6 +36,7 @@ READY_SECONDS = 30.0
 STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _PREFIX = "expertd-"
+_ERROR = re.compile(r"(?:expertd: )?error: (.+)")
 
 _BY_EXIT_CODE: dict[int, type[ExpertdError]] = {
     ExitCode.ALREADY_RUNNING: AlreadyRunning,
@@ -64,7 +66,9 @@ def daemon_command(run_dir: Path, budget: str, lifeline: int) -> list[str]:
 
 
 @contextmanager
-def private_daemon(budget: str, *, ready_seconds: float = READY_SECONDS) -> Iterator[PrivateDaemon]:
+def private_daemon(
+    budget: str, *, ready_seconds: float = READY_SECONDS, stop_seconds: float = STOP_SECONDS
+) -> Iterator[PrivateDaemon]:
     """Start a daemon, wait until it accepts, and end it on the way out.
 
     Raises:
@@ -81,7 +85,7 @@ def private_daemon(budget: str, *, ready_seconds: float = READY_SECONDS) -> Iter
                     _wait_ready(process, Endpoints(run_dir).attach, log, ready_seconds)
                     yield PrivateDaemon(run_dir, process.pid)
                 finally:
-                    stop(process)
+                    stop(process, stop_seconds)
         finally:
             os.close(read_end)
             os.close(write_end)
@@ -142,11 +146,11 @@ def last_sentence(log: IO[bytes]) -> str:
     log.seek(max(log.tell() - (64 << 10), 0))
     lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines()]
     lines = [line for line in lines if line]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
     return (errors or lines or [""])[-1]
 
 
-def stop(process: subprocess.Popen[bytes], stop_seconds: float = STOP_SECONDS) -> None:
+def stop(process: subprocess.Popen[bytes], stop_seconds: float) -> None:
     """End a child: SIGTERM, and SIGKILL when it does not go."""
     if process.poll() is not None:
         return

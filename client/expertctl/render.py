@@ -24,7 +24,7 @@ _MODELS = (
 )  # fmt: skip
 _FILES = ("file", "read mode", "reads", "bytes", "errors")
 _WORKERS = (
-    "pid", "name", "model", "state", "quota", "pinned", "tokens", "hit bytes", "miss bytes",
+    "name", "model", "state", "pid", "quota", "pinned", "tokens", "hit bytes", "miss bytes",
     "waited", "age",
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def workers_text(stats: Stats) -> str:
     """Return one row per attached worker."""
     if not stats.sessions:
         return "no worker is attached"
-    return table(_WORKERS, [_worker_row(s) for s in stats.sessions])
+    return table(_WORKERS, [_worker_row(s) for s in stats.sessions], left=3)
 
 
 def _summary(stats: Stats) -> str:
@@ -198,7 +198,7 @@ def _file_rows(models: Iterable[ModelStats]) -> list[tuple[str, ...]]:
 def _worker_row(s: SessionStats) -> tuple[str, ...]:
     c = counters_of(s)
     return (
-        str(s.pid), s.name or "-", model_name(s.model), s.state, str(s.quota), str(s.pinned),
+        s.name or "-", model_name(s.model), s.state, str(s.pid), str(s.quota), str(s.pinned),
         figures.count(c.tokens), figures.size(c.hit_bytes), figures.size(c.miss_bytes),
         figures.waited(c.wait_ns), figures.seconds(s.attached_seconds),
     )  # fmt: skip
