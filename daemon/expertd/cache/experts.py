@@ -29,10 +29,9 @@ from expertd_protocol.layout import (
 )
 from expertd_protocol.messages import Miss, MissError, MissReply
 
-#: Slots are kept empty ahead of demand: one in this many, at least one.
-FREE_AHEAD = 16
-#: Look again at a slot that a worker keeps pinned, when nobody waits for it.
-DEFERRED_RESCAN_SECONDS = 0.1
+#: Slots are kept ready for reuse ahead of demand: one in `AHEAD_SHARE`, within these limits. They are
+#: retired, not emptied: until they are taken, their experts come back without a read when asked for.
+AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 8, 8, 256
 
 
 @dataclass(frozen=True)
@@ -228,23 +227,19 @@ class ExpertCache:
     # --- time --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Reclaim what is due, hand out slots, and empty slots ahead of demand."""
+        """Give slots that have rested to whoever waits for one."""
         self._settle(now)
 
     def next_due(self, now: float) -> float | None:
-        """Return when `tick` has something to do, or None."""
+        """Return when `tick` may help somebody who waits for a slot, or None."""
         due = None
         for table, wants in zip(self.tables, self._wants, strict=True):
-            retired = table.state == SlotState.RETIRED
-            fresh = retired & ~table.deferred
-            if fresh.any():
-                when = float(table.retired_at[fresh].min()) + self._grace
-            elif any(wants.values()):  # a worker's acknowledgement makes no event: look again
-                when = now + self._grace
-            elif retired.any():
-                when = now + DEFERRED_RESCAN_SECONDS
-            else:
+            if not any(wants.values()):
                 continue
+            fresh = (table.state == SlotState.RETIRED) & ~table.deferred
+            when = now + self._grace  # a worker's unpin makes no event: look again
+            if fresh.any():
+                when = min(when, float(table.retired_at[fresh].min()) + self._grace)
             due = when if due is None else min(due, when)
         return due
 
@@ -297,30 +292,36 @@ class ExpertCache:
 
     def _settle(self, now: float, slab: int | None = None) -> None:
         for table in self.tables if slab is None else (self.tables[slab],):
-            self._reclaim(table, now)
             self._assign(table, now)
 
     def _assign(self, table: SlotTable, now: float) -> None:
         wants = self._wants[table.slab]
-        for phase in (Phase.DECODE, Phase.PREFILL):
-            while wants[phase] and table.free:
-                key = wants[phase].popleft()
-                if key not in self._waiters:  # everybody who wanted it is gone
-                    continue
+        for phase, queue in wants.items():  # everybody who wanted it may be gone
+            wants[phase] = deque(key for key in queue if key in self._waiters)
+        wanted = sum(len(queue) for queue in wants.values())
+        if wanted > len(table.free):
+            self._reclaim(table, wanted - len(table.free), now)
+        for phase, queue in wants.items():
+            while queue and table.free:
+                key = queue.popleft()
                 slot = table.start_filling(*key)
                 self._slot_of[key] = slot
                 session = self._waiters[key][0].session
                 self.fills.append(FillOrder(key, table.slab, slot, phase, session))
         wanted = sum(len(queue) for queue in wants.values())
-        ahead = 0 if self._all_fit(table) else max(len(table) // FREE_AHEAD, 1)
-        coming = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
-        short = wanted + ahead - len(table.free) - coming
+        resting = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
+        short = wanted + self._ahead(table) - len(table.free) - resting
         if short > 0:
             self._retire(table, short, now)
 
-    def _all_fit(self, table: SlotTable) -> bool:
+    def _ahead(self, table: SlotTable) -> int:
+        """How many slots to keep free or resting ahead of demand; none when everything fits."""
         layers = sum(slab == table.slab for slab in self.slab_of_layer)
-        return bool(len(table) >= layers * self.directory.shape[1])
+        if len(table) >= layers * self.directory.shape[1]:
+            return 0
+        promised = sum(holder.quota for holder in self.holders.values())
+        wish = min(max(len(table) // AHEAD_SHARE, AHEAD_LEAST), AHEAD_MOST)
+        return max(min(wish, len(table) - promised), 1)
 
     def _retire(self, table: SlotTable, need: int, now: float) -> None:
         """Rule 4, first half: take the words of victims away; their slots rest."""
@@ -345,17 +346,19 @@ class ExpertCache:
         table.deferred[victims] = False
         self.tally.evictions += len(victims)
 
-    def _reclaim(self, table: SlotTable, now: float) -> None:
-        """Rule 4, second half: after the grace, scan the hazards; who is not named becomes free."""
-        due = (table.state == SlotState.RETIRED) & (table.retired_at <= now - self._grace)
-        slots = np.flatnonzero(due)
+    def _reclaim(self, table: SlotTable, need: int, now: float) -> None:
+        """Rule 4, second half: slots that have rested and that no hazard names become free."""
+        rested = (table.state == SlotState.RETIRED) & (table.retired_at <= now - self._grace)
+        slots = np.flatnonzero(rested)
         if not len(slots):
             return
         self._fence()
         held = np.isin(slots, self._held(table.slab))
         self.tally.deferred_reuses += int(np.count_nonzero(held & ~table.deferred[slots]))
-        table.deferred[slots[held]] = True
-        for slot in slots[~held].tolist():
+        table.deferred[slots] = held
+        slots = slots[~held]
+        oldest = slots[np.argsort(table.retired_at[slots], kind="stable")][:need]
+        for slot in oldest.tolist():
             self._slot_of[table.layer[slot], table.expert[slot]] = -1
             table.bump_generation(slot)
             if self._clean is not None:
