@@ -193,7 +193,8 @@ class Session:
                     f"of layer {layer} within {patience.miss_seconds:g} s; "
                     "look at its log and at the disk"
                 )
-            if not codec.is_miss(data):  # a late answer to `stats`
+            if not codec.is_miss(data):
+                codec.decode(data)  # a late answer to `stats`, or garbage
                 continue
             reply = codec.decode_reply(data)
             if isinstance(reply, MissError) and reply.seq in (0, self.seq):

@@ -3,7 +3,7 @@
 `FakeDaemon` serves a run directory from a thread; its experts are `pattern` bytes, so that a test
 can tell whose bytes it sees. Override `attached` or `answer` to misbehave. It follows the pin rules by never
 reusing a slot that a hazard or an open grant names, except in `evict`, which does what it is told.
-`python -m expertd_client.testing RUN_DIR` serves from a process of its own, to be killed.
+`python -m expertd_client.testing RUN_DIR [silent]` serves from a process of its own, to be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import TracebackType
 import numpy as np
 import zmq
 
-from expertd_client.arena import PageView
+from expertd_client.arena import Arena, PageView
 from expertd_client.source import ModelSource
 from expertd_protocol import codec, errors
 from expertd_protocol.endpoints import Endpoints
@@ -85,6 +85,15 @@ def tiny_source(
             )
             for i in range(layers)
         ),
+    )
+
+
+def holds(arena: Arena, layer: int, expert: int, word: int) -> bool:
+    """Tell whether the slot that `word` names has the bytes of this expert in every plane."""
+    _, slab, slot = unpack_word(int(word))
+    return all(
+        arena.slabs[slab].plane(i)[slot].tobytes() == pattern(layer, expert, i, part.nbytes)
+        for i, part in enumerate(arena.source.parts[layer])
     )
 
 
@@ -450,12 +459,21 @@ class FakeDaemon:
         self.stop()
 
 
-def main(run_dir: str) -> None:
+class SilentDaemon(FakeDaemon):
+    """Takes miss requests, says so on standard output, and never answers."""
+
+    def answer(self, session: FakeSession, miss: Miss) -> list[bytes]:
+        print("miss", miss.seq, flush=True)
+        return []
+
+
+def main(run_dir: str, kind: str = "") -> None:
     """Serve until standard input ends; say "ready" when the sockets are open."""
-    with FakeDaemon(Path(run_dir)):
+    daemon = SilentDaemon if kind == "silent" else FakeDaemon
+    with daemon(Path(run_dir)):
         print("ready", flush=True)
         select.select([sys.stdin], [], [])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
