@@ -85,13 +85,13 @@ def in_daemon(model: ModelStats) -> Listed:
     )
 
 
-def cached_models() -> list[Listed]:
+def cached_models(cache_dir: Path | None = None) -> list[Listed]:
     """Return the MoE models of the Hugging Face cache; none when there is no cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(cache_dir)
     except (CacheNotFound, ValueError, OSError):
         return []
     rows = []

@@ -38,6 +38,15 @@ def script(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
+def run_all(crew: Crew, *, interrupt: bool = False) -> None:
+    with crew:
+        crew.wait_ready(30)
+        if interrupt:
+            raise KeyboardInterrupt
+        crew.go()
+        list(crew.events(30))
+
+
 def gone(agent: Agent) -> bool:
     try:
         os.kill(agent.pid, 0)
@@ -61,9 +70,9 @@ def test_workers_load_begin_and_end_together() -> None:
 
 def test_a_worker_s_own_error_keeps_its_class_and_exit_code() -> None:
     text = PRELUDE + "say('failed', code='budget_too_small', message='9 bytes', exit_code=4)"
-    with pytest.raises(BudgetTooSmall, match="^agent agent-0: 9 bytes$") as caught:  # noqa: SIM117
-        with Crew(jobs(1), script(text)) as crew:
-            crew.wait_ready(30)
+    crew = Crew(jobs(1), script(text))
+    with pytest.raises(BudgetTooSmall, match=r"^agent agent-0: 9 bytes$") as caught, crew:
+        crew.wait_ready(30)
     assert caught.value.exit_code == 4
     assert gone(crew.agents[0])
 
@@ -80,20 +89,19 @@ def test_a_worker_that_just_dies_is_an_error_and_takes_the_others_along(
     how: str, sentence: str
 ) -> None:
     text = WRITER.replace('say("done"', f'if job["name"] == "agent-1": {how}\nsay("done"')
-    with pytest.raises(ExpertdError, match=sentence) as caught:  # noqa: SIM117
-        with Crew(jobs(3), script(text)) as crew:
-            crew.wait_ready(30)
-            crew.go()
-            list(crew.events(30))
+    crew = Crew(jobs(3), script(text))
+    with pytest.raises(ExpertdError, match=sentence) as caught:
+        run_all(crew)
     assert caught.value.code == ErrorCode.INTERNAL
     assert all(gone(agent) for agent in crew.agents)
 
 
 def test_a_worker_that_hangs_is_given_up_with_its_name_and_killed() -> None:
     text = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_DFL); signal.pause()"
-    with pytest.raises(DeadlineExceeded, match=r"agent-0 \(pid \d+\) did not load the model"):  # noqa: SIM117
-        with Crew(jobs(1), script(text)) as crew:
-            crew.wait_ready(0.5)
+    crew = Crew(jobs(1), script(text))
+    sentence = r"agent-0 \(pid \d+\) did not load the model"
+    with pytest.raises(DeadlineExceeded, match=sentence), crew:
+        crew.wait_ready(0.5)
     assert gone(crew.agents[0])
 
 
@@ -106,8 +114,7 @@ def test_silence_yields_ticks() -> None:
 
 
 def test_an_interrupt_ends_every_worker() -> None:
-    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
-        with Crew(jobs(2), script(WRITER)) as crew:
-            crew.wait_ready(30)
-            raise KeyboardInterrupt
+    crew = Crew(jobs(2), script(WRITER))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(crew, interrupt=True)
     assert all(gone(agent) for agent in crew.agents)

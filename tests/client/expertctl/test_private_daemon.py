@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -69,9 +71,14 @@ def test_it_lives_as_long_as_the_block_and_leaves_nothing(scripted: Scripted) ->
 def test_it_ends_with_the_block_when_that_fails(scripted: Scripted) -> None:
     scripted(OBEDIENT)
     seen: list[PrivateDaemon] = []
-    with pytest.raises(KeyboardInterrupt), private_daemon("1MiB") as daemon:
-        seen.append(daemon)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with private_daemon("1MiB") as daemon:
+            seen.append(daemon)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not alive(seen[0].pid)
     assert not seen[0].run_dir.exists()
 
@@ -95,7 +102,7 @@ def test_its_own_error_sentence_is_passed_on(
         "print('expertd: error: budget is 3 bytes', file=sys.stderr);"
         f"print('bye', file=sys.stderr); sys.exit({code})"
     )
-    with pytest.raises(cls, match="^budget is 3 bytes$"), private_daemon("1MiB"):
+    with pytest.raises(cls, match=r"^budget is 3 bytes$"), private_daemon("1MiB"):
         pass
 
 
@@ -139,9 +146,6 @@ def test_it_ends_when_the_command_is_killed(tmp_path: Path) -> None:
         "    print(d.run_dir, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    import shutil
-    import subprocess
-
     env = {**os.environ, "SAID": str(said), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, starter], env=env, stdout=subprocess.PIPE, text=True, timeout=60
