@@ -28,7 +28,7 @@ from expertd.store.shards import (
     no_shards,
     read_weight_map,
 )
-from expertd_protocol.errors import DuplicateTensor, UnsupportedLayout
+from expertd_protocol.errors import DuplicateTensor, ModelNotFound, UnsupportedLayout
 from expertd_protocol.layout import DTYPE_BYTES, Part
 from expertd_protocol.messages import LayerSource, PartSource
 
@@ -85,7 +85,11 @@ def build_index(folder: Path) -> ModelIndex:
         DuplicateTensor: two files hold the same tensor.
         ModelError: any error of `read_header`, for the file that has it.
     """
-    folder = folder.absolute()
+    try:
+        # One name for one folder, whatever links lead there: its sessions share one cache.
+        folder = Path(os.path.realpath(folder))
+    except ValueError as exc:  # a NUL byte
+        raise ModelNotFound(f"{short(str(folder))} is not a path: {exc}") from exc
     names = list_names(folder)
     weight_map, warnings = read_weight_map(folder, names)
     listed = [name for name in names if is_shard(name)]

@@ -33,8 +33,6 @@ def list_names(folder: Path) -> list[str]:
         if not folder.exists():
             raise ModelNotFound(f"{folder} does not exist") from exc
         raise NotAModel(f"{folder} is a file; give the folder of the model") from exc
-    except ValueError as exc:  # a NUL byte in the path
-        raise ModelNotFound(f"{short(os.fspath(folder))} is not a path: {exc}") from exc
     except OSError as exc:
         raise open_error(folder, exc) from exc
     if "config.json" not in names:
