@@ -45,7 +45,7 @@ def decode(data: bytes | memoryview) -> AnyMessage:
         raise ProtocolError(f"a message is a map, got {type(value).__name__}")
     if value.get("kind") in ("hello", "welcome") and value.get("version") != PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"the other side speaks protocol version {value.get('version')!r}, this one "
+            f"the other side speaks protocol version {value.get('version')!r:.40}, this one "
             f"{PROTOCOL_VERSION}; upgrade both to the same expertd release and restart the daemon"
         )
     try:
@@ -53,8 +53,9 @@ def decode(data: bytes | memoryview) -> AnyMessage:
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(p) for p in first["loc"]) or "message"
+        # both come from the sender, and pydantic repeats what it was given
         raise ProtocolError(
-            f"bad {value.get('kind', 'message')!r}: {where}: {first['msg']}"
+            f"bad {value.get('kind', 'message')!r:.40}: {where:.200}: {first['msg']:.300}"
         ) from exc
 
 
@@ -90,15 +91,22 @@ def decode_miss(data: bytes | memoryview) -> Miss:
 def decode_reply(data: bytes | memoryview) -> MissReply | MissError:
     value = _unpack(data)
     match value:
-        case [int(tag), int(seq), [*words], int(joined), int(missed)] if tag == _REPLY:
+        case [int(tag), int(seq), [*words], int(joined), int(missed)] if (
+            tag == _REPLY
+            and all(type(w) is int for w in words)
+            and bool not in (type(seq), type(joined), type(missed))
+        ):
             return MissReply(seq, tuple(words), joined, missed)
-        case [int(tag), int(seq), str(code), str(message)] if tag == _ERROR:
+        case [int(tag), int(seq), str(code), str(message)] if (
+            tag == _ERROR and type(seq) is not bool
+        ):
             return MissError(seq, code, message)
     raise ProtocolError("the daemon sent neither a reply nor an error to a miss request")
 
 
 def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    # a file name that is not UTF-8 stays readable in a sentence about it
+    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="backslashreplace")
     return packed
 
 

@@ -69,6 +69,10 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+#: What fits into one string on the wire (64 KiB) at four bytes a character.
+MESSAGE_MAX_CHARS = 16_000
+
+
 class ExpertdError(Exception):
     """Base of everything this project raises on purpose. `str(error)` is one clear sentence."""
 
@@ -76,6 +80,8 @@ class ExpertdError(Exception):
     exit_code: ExitCode = ExitCode.FAILURE
 
     def __init__(self, message: str) -> None:
+        if len(message) > MESSAGE_MAX_CHARS:
+            message = message[: MESSAGE_MAX_CHARS - 4] + " ..."
         super().__init__(message)
         self.message = message
 
