@@ -72,6 +72,12 @@ class Identity:
         s = os.stat(file)
         return cls(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns)
 
+    def matches(self, s: os.stat_result) -> bool:
+        """Say whether a stat result is of this very file."""
+        return (s.st_ino, s.st_mtime_ns, s.st_size, s.st_dev) == (
+            self.inode, self.mtime_ns, self.size, self.dev
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -67,6 +67,7 @@ class Source:
         self.reads = 0
         self.read_bytes = 0
         self.errors = 0
+        self._path = os.fspath(path)
         self._users = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -134,19 +135,19 @@ class Source:
 
     def verify(self) -> None:
         """Do what `check_identity` does, but let an OSError of the device through."""
-        now = Identity.of(self.fd)
-        if now != self.identity:
+        now = os.fstat(self.fd)
+        if not self.identity.matches(now):
             raise ModelChanged(
                 f"{self.path} was rewritten in place (it had {self.identity.size} bytes, now "
-                f"{now.size}, or has another time); end its sessions and attach again"
+                f"{now.st_size}, or has another time); end its sessions and attach again"
             )
         try:
-            there = Identity.of(self.path)
+            there = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError) as exc:
             raise ModelChanged(
                 f"{self.path} was deleted or moved away; put it back or attach to another model"
             ) from exc
-        if there != self.identity:
+        if not self.identity.matches(there):
             raise ModelChanged(
                 f"{self.path} was replaced by another file; end its sessions and attach again"
             )

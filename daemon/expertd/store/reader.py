@@ -108,7 +108,6 @@ class Reader:
         self.buffer_bytes = buffer_bytes
         #: What the read buffers take, for the budget.
         self.nbytes = threads * buffer_bytes
-        self._max_gap = min(MAX_GAP_BYTES, buffer_bytes)  # gaps are read into the buffer
         self._on_done = on_done
         self._preadv = preadv
         self._queue: ReadQueue[_Task] = ReadQueue()
@@ -152,7 +151,7 @@ class Reader:
                     raise ValueError(
                         f"fill of {fill.key} has a destination that is not plain bytes"
                     )
-        reads = coalesce(fills, max_bytes=self.buffer_bytes, max_gap=self._max_gap)
+        reads = coalesce(fills, max_bytes=self.buffer_bytes, max_gap=MAX_GAP_BYTES)
         jobs = [_Job(fill) for fill in fills]
         tasks = []
         for read in reads:
@@ -199,7 +198,7 @@ class Reader:
                 del task  # it names slots: an idle thread must not keep their memory mapped
                 while finished:
                     job = finished.pop()
-                    self._finish(job, job.error)
+                    self._finish(job, job.error or _changed(job.fill))
                     del job
 
     def _next(self) -> _Task | None:
@@ -250,9 +249,7 @@ class Reader:
             while True:
                 seen, align = source.opened, source.align
                 try:
-                    source.verify()
                     self._transfer(read, align, bounce)
-                    source.verify()
                     return
                 except OSError as exc:
                     if exc.errno in NOT_DIRECT and align > 1:
@@ -301,6 +298,30 @@ class Reader:
                     "end of an expert; download the file again"
                 )
             done = start + got
+
+
+def _changed(fill: Fill) -> ExpertdError | None:
+    """Check, after the last byte of a fill was read, that its files are still the indexed ones.
+
+    Once behind all reads is enough: a file that changed before or between them has changed now, too.
+    """
+    for source in {id(piece.source): piece.source for piece in fill.pieces}.values():
+        try:
+            with source.in_use():
+                seen = source.opened
+                try:
+                    source.verify()
+                except OSError as exc:
+                    if exc.errno not in _STALE:
+                        raise
+                    source.reopen(seen)  # compares the identity
+        except (ExpertdError, OSError) as exc:
+            source.failed()
+            if not isinstance(exc, ExpertdError):
+                exc = ReadFailed(f"{source.path} cannot be checked after reading: {exc.strerror}")
+            _forget_frames(exc)
+            return exc
+    return None
 
 
 def _forget_frames(error: BaseException | None) -> None:
