@@ -51,7 +51,7 @@ def picture(state: DemoState, width: int) -> RenderableType:
     panels = [
         _panel(agent, _COLOURS[i % len(_COLOURS)], width) for i, agent in enumerate(state.agents)
     ]
-    return Group(*panels, Text(budget_line(state), style="bold", overflow="ellipsis"))
+    return Group(*panels, Text(budget_line(state), style="bold", no_wrap=True, overflow="ellipsis"))
 
 
 def _panel(agent: AgentState, colour: str, width: int) -> Panel:
