@@ -130,4 +130,5 @@ def parts(largest_axis: int = 4096) -> st.SearchStrategy[tuple[Part, ...]]:
 def model_layers(draw: st.DrawFn, largest_axis: int = 4096) -> tuple[tuple[Part, ...], ...]:
     """Return the layers of a model: a few kinds of layer in any order."""
     kinds = draw(st.lists(parts(largest_axis), min_size=1, max_size=3))
-    return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=100)))
+    pattern = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+    return tuple(pattern) * draw(st.integers(1, 12))

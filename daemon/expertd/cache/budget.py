@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertd_protocol.errors import BadBudget, BudgetTooSmall
+from expertd_protocol.errors import BadBudget, BudgetTooSmall, ProtocolError
 from expertd_protocol.layout import (
     MAX_SLABS,
     MAX_SLOTS_PER_SLAB,
-    PAGE_BYTES,
+    PLANE_ALIGN_BYTES,
     DirectoryLayout,
     PageLayout,
     Part,
@@ -78,20 +78,22 @@ def parse_budget(text: str, memory: SystemMemory) -> int:
             percent = math.nan
         if not 0 < percent <= 100:
             raise BadBudget(f"budget {text!r} is not a percentage between 0 and 100")
-        return int(memory.total * percent / 100)
-    match = _SIZE.fullmatch(text)
-    if not match:
+        nbytes = memory.total * percent / 100
+    else:
+        match = _SIZE.fullmatch(text)
+        if not match:
+            raise BadBudget(
+                f"budget {text!r} is not a size; write auto, 24GiB, 60% or a number of bytes"
+            )
+        number, unit, binary = match.groups()
+        power = " kmgt".index(unit.lower() or " ")
+        nbytes = float(number) * (1024 if binary else 1000) ** power
+    if not 1 <= nbytes <= memory.total:
         raise BadBudget(
-            f"budget {text!r} is not a size; write auto, 24GiB, 60% or a number of bytes"
+            f"budget {text!r} is {nbytes:,.0f} bytes, this machine has {memory.total:,}; "
+            "choose at least 1 and at most that"
         )
-    number, unit, binary = match.groups()
-    power = " kmgt".index(unit.lower() or " ")
-    nbytes = int(float(number) * (1024 if binary else 1000) ** power)
-    if not 0 < nbytes <= memory.total:
-        raise BadBudget(
-            f"budget {text!r} is {nbytes:,} bytes, this machine has {memory.total:,}; choose less"
-        )
-    return nbytes
+    return int(nbytes)
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,14 @@ def _groups(layers: Sequence[tuple[Part, ...]]) -> dict[tuple[Part, ...], list[i
 
 
 def needed_bytes(layers: Sequence[tuple[Part, ...]], experts: int, quota_min: int) -> int:
-    """Return the bytes one worker cannot do without: slabs, directory, one page; no read buffers."""
+    """Return the bytes one worker cannot do without: slabs, directory, one page; no read buffers.
+
+    The page is that of the largest quota: rounding may give a small slab more slots than were asked
+    for, and the quota grows with them.
+    """
     slots = min(quota_min, experts) + RESERVE_SLOTS
     slabs = sum(SlabLayout(parts, slots).nbytes for parts in _groups(layers))
-    page = PageLayout(min(quota_min, experts), len(layers), experts).nbytes
+    page = PageLayout(experts, len(layers), experts).nbytes
     return slabs + DirectoryLayout(len(layers), experts).nbytes + page
 
 
@@ -172,6 +178,7 @@ def plan_arena(
 
     Raises:
         BudgetTooSmall: `free_bytes` is below `needed_bytes`.
+        ProtocolError: `quota_min` experts at once are more than one plane can hold.
     """
     need = needed_bytes(layers, experts, quota_min)
     if free_bytes < need:
@@ -207,8 +214,13 @@ def _split(
     least = min(quota_min, experts) + RESERVE_SLOTS
     widest = max(math.prod(part.shape) for part in parts)
     most = min(MAX_SLOTS_PER_SLAB, PLANE_MAX_ELEMENTS // widest)
+    if most < least:
+        raise ProtocolError(
+            f"{least} experts at once are wanted, a plane holds {most} parts of {widest:,} elements"
+        )
+    # what all experts take, with the rounding of as many slabs as there are layers
     share = min(share, SlabLayout(parts, min(experts * len(members), MAX_SLOTS_PER_SLAB)).nbytes
-                + len(parts) * PAGE_BYTES * len(members))  # fmt: skip
+                + (len(parts) + 1) * PLANE_ALIGN_BYTES * len(members))  # fmt: skip
     count = -(-share // SLAB_MAX_BYTES)
     if share // SLABS_WANTED >= SLAB_USEFUL_BYTES:
         count = max(count, SLABS_WANTED)
