@@ -119,6 +119,10 @@ class Arena:
             self.close()
             raise
 
+    @property
+    def directory_fd(self) -> int:
+        return self._fds[0]
+
     def close(self) -> None:
         """Give everything back: arrays, then maps, then descriptors; idempotent and silent.
 

@@ -163,8 +163,11 @@ class Client:
             ModelError: an expert could not be read, or its file changed.
         """
         pins = self._pins
-        if pins is not None and 0 < len(experts) <= pins.quota - pins.held:
-            words = pins.hold(layer, experts, phase)
+        if pins is not None and layer >= 0:
+            try:
+                words = pins.hold(layer, experts, phase)
+            except IndexError:  # no such layer or expert: said in full below
+                words = None
             if words is not None:
                 return words
         return self._pin_slowly(layer, experts, phase)
@@ -181,7 +184,7 @@ class Client:
 
     def unpin(self) -> None:
         """Let go of everything; only after the output that used it was evaluated (rule 3)."""
-        self._attached().clear()
+        (self._pins or self._attached()).clear()
         for old in self._old:
             old.clear()
 
@@ -276,6 +279,7 @@ class Client:
                 return np.zeros(0, np.uint64)
             wanted = self._fit(pins, experts)
             try:
+                pins.check(layer, wanted)
                 words = pins.hold(layer, wanted, phase)
                 if words is None:
                     words = session.fetch(layer, wanted, phase, self._patience, waited_from)
@@ -334,6 +338,7 @@ class Client:
         assert wanted is not None
         pause, longest = BACKOFF_SECONDS
         serial = old.arena.serial + 1
+        full: errors.BudgetExhausted | None = None
         while True:
             try:
                 session = Session.open(
@@ -341,13 +346,14 @@ class Client:
                 )
                 break
             except _TRANSIENT as exc:
+                full = exc if isinstance(exc, errors.BudgetExhausted) else full
                 left = deadline - time.monotonic()
                 if left > 0 and keep_trying:
                     time.sleep(min(pause, left))
                     pause = min(pause * 2, longest)
                     continue
-                if isinstance(exc, errors.BudgetExhausted):
-                    raise
+                if full is not None:
+                    raise full from None
                 raise errors.DaemonUnavailable(
                     f"the daemon at {self._path} went away and none came back in time: {exc}"
                 ) from exc

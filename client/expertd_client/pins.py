@@ -7,6 +7,7 @@ of that page, which the daemon scans before it reuses a slot; clearing them is h
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,8 @@ from expertd_protocol.layout import (
 _ACK, _VERSION = int(Header.ACK), int(Header.COUNTER_VERSION)
 _LOOKUPS, _HITS, _HIT_BYTES = int(Counter.LOOKUPS), int(Counter.HITS), int(Counter.HIT_BYTES)
 _COLUMNS = len(Counter)
+#: x86 orders everything but a store before a later load, the case of rule 1; arm64 orders nothing.
+_WEAKLY_ORDERED = platform.machine().lower() not in ("x86_64", "amd64", "i686")
 _clock_ns = time.monotonic_ns  # the daemon's clock, too
 _MASK32 = 0xFFFF_FFFF
 #: Up to here a plain loop over memoryviews beats numpy's fancy indexing (1.3 against 1.7 us for 8).
@@ -36,14 +39,13 @@ _FEW = 16
 
 
 class Window:
-    """Views of positions [base, base + n) of the buffers, made once per size."""
+    """Positions [base, base + n) of the hazards, as an array and as a memoryview."""
 
-    __slots__ = ("again", "again_view", "hazards", "hazards_view", "words", "words_view")
+    __slots__ = ("hazards", "view")
 
-    def __init__(self, words: U64, again: U64, hazards: U64) -> None:
-        self.words, self.again, self.hazards = words, again, hazards
-        # Copying and comparing memoryviews of eight words takes a third of numpy's time.
-        self.words_view, self.again_view, self.hazards_view = words.data, again.data, hazards.data
+    def __init__(self, hazards: U64) -> None:
+        self.hazards = hazards
+        self.view = hazards.data  # compares eight words in a fifth of numpy's time
 
 
 class Pins:
@@ -55,16 +57,14 @@ class Pins:
         self.arena = arena
         self.quota = arena.quota
         self.held = 0
-        #: Runs between the first read of the directory and the hazards. For tests of rule 1 only.
+        #: Runs between the first read of the directory and the fence. For tests of rule 1 only.
         self.between: Callable[[], object] | None = None
         self._reach = 0  # hazards from here on are 0, whatever interrupted us
         self._layers, self._experts = layers, experts
-        self._valid = frozenset(range(experts))
         self._version = 0
         self._rows = tuple(arena.directory)
         self._expert_bytes = arena.source.expert_bytes
-        self._words: U64 = np.zeros(arena.quota, np.uint64)
-        self._again: U64 = np.zeros(arena.quota, np.uint64)
+        self._seen: U64 = np.zeros(0, np.uint64)  # second read of a `hold` that returned None
         self._windows: dict[tuple[int, int], Window] = {}
         self._hazards = page.hazards
         self._uses, self._last_use = tuple(page.uses), tuple(page.last_use)
@@ -77,43 +77,54 @@ class Pins:
     def hold(self, layer: int, experts: Ints, phase: int) -> U64 | None:
         """Pin `experts` of `layer` when all are resident, and return their words; else None.
 
-        After None their hazards are published nevertheless: `missing` says which are pinned.
+        After None their hazards are published nevertheless: `missing` says which are pinned. More
+        than the quota allows, or none, is None with nothing published. Ids that do not exist are None
+        or an IndexError: `check` first says so properly, on the slow path.
         """
         n, base = len(experts), self.held
-        window = self._windows.get((base, n)) or self._window(base, n)
-        ids = experts.tolist()
-        if not (-1 < layer < self._layers and self._valid.issuperset(ids)):
-            raise self._out_of_range(layer, ids)
+        window = self._windows.get((base, n))
+        if window is None:
+            if not 0 < n <= self.quota - base:
+                return None
+            window = self._window(base, n)
         row = self._rows[layer]
-        words, again = window.words, window.again
-        row.take(experts, None, words, "clip")  # rule 1: read, publish, fence, read again
-        if self.between is not None:
-            self.between()
         header, version = self._header, self._version
         header[_VERSION] = version + 1  # odd: one fence serves the hazards and the counters
         self._reach = base + n
-        window.hazards_view[:] = window.words_view
+        row.take(experts, None, window.hazards, "clip")  # rule 1: read and publish,
+        if self.between is not None:
+            self.between()
         fence()
-        row.take(experts, None, again, "clip")
-        if window.words_view != window.again_view or 0 in window.words_view.tolist():
+        words: U64 = row[experts]  # and read again
+        if window.view != words.data or 0 in words.tolist():
             header[_VERSION] = version
+            self._seen = words
             return None
         self.held = base + n
-        self._touch(layer, experts, ids)
+        self._touch(layer, experts, experts.tolist())
         at, counters = _COLUMNS * phase, self._counters
         counters[at + _LOOKUPS] += n
         counters[at + _HITS] += n
         counters[at + _HIT_BYTES] += n * self._expert_bytes[layer]
-        fence()
+        if _WEAKLY_ORDERED:
+            fence()
         self._version = header[_VERSION] = version + 2
-        return words.copy()
+        return words
+
+    def check(self, layer: int, experts: Ints) -> None:
+        """Raise `ProtocolError` when the model has no such layer or experts."""
+        low, high = int(experts.min()), int(experts.max())
+        if not (0 <= layer < self._layers and low >= 0 and high < self._experts):
+            raise ProtocolError(
+                f"layer {layer}, experts {low} to {high} wanted; the model has "
+                f"{self._layers} MoE layers of {self._experts} experts"
+            )
 
     def missing(self, n: int) -> Ints:
         """Return the positions of the last `hold` that are not pinned, and clear their hazards."""
-        window = self._window(self.held, n)
-        absent = (window.words == 0) | (window.words != window.again)
-        window.hazards[absent] = 0
-        positions: Ints = np.flatnonzero(absent)
+        hazards = self._window(self.held, n).hazards
+        positions: Ints = np.flatnonzero((hazards == 0) | (hazards != self._seen))
+        hazards[positions] = 0
         return positions
 
     def grant(
@@ -131,22 +142,19 @@ class Pins:
                 f"the daemon granted {len(words)} experts, {len(missing)} were asked for"
             )
         for word in words:
-            if type(word) is not int or not 0 < word < 1 << 64:
-                raise ProtocolError(f"the daemon granted {word!r}, which is no directory word")
+            if not 0 < word < 1 << 64:
+                raise ProtocolError(f"the daemon granted {word}, which is no directory word")
             _, where, slot = unpack_word(word)
             if where != slab or not 0 <= slot < slots:
                 raise ProtocolError(
                     f"the daemon granted slot {slot} of slab {where} for layer {layer}, "
                     f"which lives in slab {slab} of {slots} slots"
                 )
-        window = self._window(self.held, len(experts))
-        window.words[missing] = words
-        self._reach = self.held + len(experts)
-        window.hazards[missing] = window.words[missing]
+        hazards = self._window(self.held, len(experts)).hazards
+        hazards[missing] = words
         fence()
-        self._rows[layer].take(experts, None, window.again, "clip")
-        changed: Ints = missing[window.words[missing] != window.again[missing]]
-        window.hazards[changed] = 0
+        changed: Ints = missing[hazards[missing] != self._rows[layer][experts[missing]]]
+        hazards[changed] = 0
         self.acknowledge(seq)
         return changed
 
@@ -156,7 +164,7 @@ class Pins:
     ) -> U64:  # fmt: skip
         """Count a pin that needed the daemon, and return its words."""
         n = len(experts)
-        words = self._window(self.held, n).words.copy()
+        words = self._window(self.held, n).hazards.copy()
         self.held += n
         self._touch(layer, experts, experts.tolist())
         hits, nbytes = n - joins - misses, self._expert_bytes[layer]
@@ -179,11 +187,12 @@ class Pins:
         """Clear the hazards of a pin that did not complete; complete ones stay."""
         self._hazards[self.held : self._reach] = 0
         self._reach = self.held
+        self._header[_VERSION] = self._version  # even again: nothing was counted
 
     def stale(self) -> bool:
         """Rule 6: tell whether a slot that is held changed its generation, and count it if so."""
         fence()  # what was read from the slots was read before this look
-        words, generations = self._words[: self.held], self._generations
+        words, generations = self._hazards[: self.held], self._generations
         try:
             if self.held <= _FEW:
                 same = True
@@ -208,7 +217,8 @@ class Pins:
         """Rule 3: let go of everything. Only after the output that used it was evaluated."""
         reach = self._reach
         if reach:
-            fence()  # arm64 may delay loads of the slots past the store that gives them up
+            if _WEAKLY_ORDERED:  # loads of the slots must not move behind their release
+                fence()
             (self._windows.get((0, reach)) or self._window(0, reach)).hazards.fill(0)
             self.held = self._reach = 0
 
@@ -260,13 +270,6 @@ class Pins:
                 raise ProtocolError(
                     f"{n} experts cannot be pinned: {base} of a quota of {self.quota} are held"
                 )
-            span = slice(base, base + n)
-            window = Window(self._words[span], self._again[span], self._hazards[span])
+            window = Window(self._hazards[base : base + n])
             self._windows[base, n] = window
         return window
-
-    def _out_of_range(self, layer: int, ids: list[int]) -> ProtocolError:
-        return ProtocolError(
-            f"layer {layer}, experts {min(ids)} to {max(ids)} wanted; the model has "
-            f"{self._layers} MoE layers of {self._experts} experts"
-        )

@@ -8,6 +8,7 @@ reusing a slot that a hazard or an open grant names, except in `evict`, which do
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -92,7 +93,7 @@ def holds(arena: Arena, layer: int, expert: int, word: int) -> bool:
     """Tell whether the slot that `word` names has the bytes of this expert in every plane."""
     _, slab, slot = unpack_word(int(word))
     return all(
-        arena.slabs[slab].plane(i)[slot].tobytes() == pattern(layer, expert, i, part.nbytes)
+        arena.slabs[slab].plane(i)[slot].tobytes() == pattern(layer, int(expert), i, part.nbytes)
         for i, part in enumerate(arena.source.parts[layer])
     )
 
@@ -119,7 +120,8 @@ class Shared:
     def close(self) -> None:
         os.close(self.fd)
         os.close(self._reader)
-        self.fd = self._reader = -1
+        with contextlib.suppress(BufferError):  # a view of it lives on in a test
+            self.map.close()
 
 
 class FakeModel:
@@ -184,6 +186,7 @@ class FakeModel:
         self.free[slab].insert(0, slot)
 
     def close(self) -> None:
+        del self.directory, self.generations
         for shared in (self.shared, *self.slabs):
             shared.close()
 
@@ -209,6 +212,12 @@ class FakeSession:
         self.grants = {seq: words for seq, words in self.grants.items() if seq > ack}
         held = {word for words in self.grants.values() for word in words}
         return held | {int(word) for word in self.page.hazards if word}
+
+    def close(self) -> None:
+        self.conn.close()
+        self.page = None
+        if self.shared is not None:
+            self.shared.close()
 
 
 class FakeDaemon:
@@ -347,7 +356,7 @@ class FakeDaemon:
                     if not self._handshake(by_fd[fd]):
                         poller.unregister(fd)
                         session = by_fd.pop(fd)
-                        session.conn.close()
+                        session.close()
                         del self.sessions[session.id]
                 if self._router in ready:
                     self._request(*self._router.recv_multipart())
@@ -437,13 +446,12 @@ class FakeDaemon:
             return
         self._wake.close()
         self._thread.join(timeout=10)
-        for conn in (self._listener, self._stop, *(s.conn for s in self.sessions.values())):
-            conn.close()
+        self._listener.close()
+        self._stop.close()
         self._router.close(0)
         self._context.term()
         for session in self.sessions.values():
-            if session.shared is not None:
-                session.shared.close()
+            session.close()
         for model in self.models.values():
             model.close()
 

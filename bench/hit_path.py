@@ -1,0 +1,186 @@
+"""What a hit costs: pin and unpin 8 resident experts, against one ZeroMQ round trip.
+
+    python bench/hit_path.py [--json] [--save]
+
+The daemon side is the client's `FakeDaemon` in a process of its own; a hit never reaches it, which is
+checked. One sample is a pass over 48 layers, divided by 48. The round trip is what a worker does for a
+miss, encode, send, poll, receive, against a ROUTER in another process that only echoes: about 60 bytes
+with the routing id, over ipc. Rounds of both alternate, so that whatever else runs here hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("client", "protocol")]  # works uninstalled
+
+# ruff: noqa: E402
+import numpy as np
+import zmq
+
+from expertd_client import Client
+from expertd_client.testing import tiny_source
+from expertd_protocol import codec
+from expertd_protocol.layout import Phase
+from expertd_protocol.messages import Miss
+
+EXPERTS = 8
+LAYERS = 48
+ROUNDS, PASSES_PER_ROUND, TRIPS_PER_ROUND = 50, 40, 100
+
+ECHO = """
+import sys, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind(sys.argv[1])
+print("ready", flush=True)
+while True:
+    router.send_multipart(router.recv_multipart())
+"""
+
+
+def started(*args: str) -> subprocess.Popen[str]:
+    """Start a Python process and wait until it says that it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise SystemExit(f"{args} did not start")
+    return process
+
+
+def each_us(call: Callable[[], int]) -> float:
+    """Return the microseconds of one of the operations that `call` does and counts."""
+    start = time.perf_counter_ns()
+    count = call()
+    return (time.perf_counter_ns() - start) / 1000 / count
+
+
+def measure(run_dir: Path) -> dict[str, float]:
+    """Return medians over all rounds."""
+    rng = np.random.default_rng(0)
+    url = f"ipc://{run_dir}/echo.sock"
+    echo = started("-c", ECHO, url)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.ROUTING_ID, b"S" * 16)
+    dealer.connect(url)
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    try:
+        with Client.connect(run_dir, name="hit_path") as client:
+            client.attach(
+                tiny_source(layers=LAYERS, experts=128), quota_min=EXPERTS, quota_wanted=EXPERTS
+            )
+            wanted = [
+                (layer, rng.choice(128, EXPERTS, replace=False).astype(np.intp))
+                for layer in range(LAYERS)
+            ]
+            for layer, experts in wanted:
+                client.pin(layer, experts, Phase.DECODE)
+                client.unpin()
+            requests = client.arena.page.counters[Phase.DECODE][9]
+            ids = tuple(wanted[0][1].tolist())
+
+            def one_pass() -> int:
+                for layer, experts in wanted:
+                    client.pin(layer, experts, Phase.DECODE)
+                    client.unpin()
+                return len(wanted)
+
+            def one_trip() -> int:
+                dealer.send(codec.encode_miss(Miss(1_000_000, 47, Phase.DECODE, ids)))
+                poller.poll(1000)
+                dealer.recv(zmq.NOBLOCK)
+                return 1
+
+            hits: list[float] = []
+            trips: list[float] = []
+            for _ in range(ROUNDS):
+                hits += [each_us(one_pass) for _ in range(PASSES_PER_ROUND)]
+                trips += [each_us(one_trip) for _ in range(TRIPS_PER_ROUND)]
+            if client.arena.page.counters[Phase.DECODE][9] != requests:
+                raise SystemExit("a pin of resident experts sent a message")
+    finally:
+        dealer.close(0)
+        context.term()
+        echo.kill()
+        echo.wait()
+    hit, rtt = statistics.median(hits), statistics.median(trips)
+    return {
+        "hit_us": round(hit, 2),
+        "zmq_rtt_us": round(rtt, 2),
+        "ratio": round(rtt / hit, 1),
+        "hit_p10_us": round(statistics.quantiles(hits, n=10)[0], 2),
+        "hit_p90_us": round(statistics.quantiles(hits, n=10)[8], 2),
+        "zmq_rtt_p10_us": round(statistics.quantiles(trips, n=10)[0], 2),
+        "zmq_rtt_p90_us": round(statistics.quantiles(trips, n=10)[8], 2),
+    }
+
+
+def processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save", action="store_true", help="write bench/results/hit_path.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="xd-") as parent:
+        run_dir = Path(parent) / "run"
+        daemon = started("-m", "expertd_client.testing", str(run_dir))
+        try:
+            figures: dict[str, object] = {**measure(run_dir)}
+        finally:
+            daemon.kill()
+            daemon.wait()
+    figures |= {
+        "experts": EXPERTS,
+        "rounds": ROUNDS,
+        "samples": {"hit": ROUNDS * PASSES_PER_ROUND * LAYERS, "zmq_rtt": ROUNDS * TRIPS_PER_ROUND},
+        "machine": f"{processor()}, {platform.system()} {platform.machine()}",
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "pyzmq": zmq.pyzmq_version(),
+            "libzmq": zmq.zmq_version(),
+        },
+        "command": "python bench/hit_path.py --json --save",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    if args.save:
+        path = ROOT / "bench" / "results" / "hit_path.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        print(
+            f"pin + unpin of {EXPERTS} resident experts: {figures['hit_us']} us; "
+            f"ZeroMQ round trip: {figures['zmq_rtt_us']} us; {figures['ratio']} times as long"
+        )
+
+
+if __name__ == "__main__":
+    main()
