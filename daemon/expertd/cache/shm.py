@@ -30,7 +30,12 @@ class SharedMemory:
         self.nbytes = nbytes
         self.share_fd = share_fd
         self._fd = fd
-        self.buffer = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            self.buffer = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError:
+            if share_fd != fd:  # `fd` is still the caller's, this one nobody else knows
+                os.close(share_fd)
+            raise
 
     def close(self) -> None:
         """Unmap and close. The arrays over `buffer` must be gone (D16)."""
@@ -57,6 +62,8 @@ def create(nbytes: int, *, workers_write: bool = False) -> SharedMemory:
 
 
 def _create_linux(nbytes: int, workers_write: bool) -> SharedMemory:
+    if sys.platform == "darwin":
+        raise AssertionError("the other one is for macOS")
     try:
         fd = os.memfd_create("expertd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
@@ -91,7 +98,7 @@ def _create_darwin(
 ) -> SharedMemory:
     """POSIX shared memory: sized once (a second ftruncate is EINVAL there, D18), unlinked at once."""
     if shm_open is None or shm_unlink is None:
-        import _posixshmem  # type: ignore[import-not-found]  # CPython's own thin wrapper of shm_open(2)
+        import _posixshmem  # CPython's own thin wrapper of shm_open(2)
 
         shm_open = _posixshmem.shm_open
         shm_unlink = _posixshmem.shm_unlink
