@@ -110,7 +110,7 @@ def load_config(args: list[str]) -> DaemonConfig:
         SystemExit: `--help`, or a flag that does not exist (exit code 2).
     """
     try:
-        return DaemonConfig(_cli_parse_args=args)  # type: ignore[call-arg]  # of BaseSettings.__init__
+        return DaemonConfig(_cli_parse_args=args)
     except ValidationError as exc:
         lines = "; ".join(
             f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}"
