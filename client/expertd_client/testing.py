@@ -19,6 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import zmq
@@ -455,7 +456,7 @@ class FakeDaemon:
         for model in self.models.values():
             model.close()
 
-    def __enter__(self) -> FakeDaemon:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

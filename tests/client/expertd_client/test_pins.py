@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from expertd_client import Client, pins
 from expertd_client.testing import FakeDaemon, FakeSession, holds, tiny_source
 from expertd_protocol.errors import ProtocolError, QuotaExceeded
+from expertd_protocol.fence import fence as real_fence
 from expertd_protocol.layout import U64, Counter, Header, Ints, Phase
 from expertd_protocol.messages import Miss
 
@@ -156,7 +157,7 @@ def test_an_eviction_between_look_and_hazard_is_seen_by_the_recheck(
         mine = client._pins
         assert mine is not None
         if not recheck:
-            mine._rows = (Blind(client.arena.directory[0]),)  # type: ignore[assignment]
+            mine._rows = (Blind(client.arena.directory[0]),)
 
         def reuse_the_slot() -> None:
             mine.between = None
@@ -190,10 +191,9 @@ def test_a_reply_is_acknowledged_only_after_its_words_are_hazards(
 ) -> None:
     page = client.arena.page
     trail: list[tuple[bool, int]] = []
-    fence = pins.fence
 
     def watch() -> None:
-        fence()
+        real_fence()
         trail.append((bool(page.hazards[:2].all()), int(page.header[Header.ACK])))
 
     monkeypatch.setattr(pins, "fence", watch)
@@ -209,10 +209,10 @@ def test_counters_are_never_seen_half_written(
     client: Client, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = client.arena.page
-    fence, looks = pins.fence, []
+    looks: list[bool] = []
 
     def look() -> None:
-        fence()
+        real_fence()
         row = page.counters[DECODE]
         parts = row[[Counter.HITS, Counter.JOINS, Counter.MISSES]].sum()
         if page.header[Header.COUNTER_VERSION] % 2 == 0:
