@@ -36,6 +36,7 @@ from expertd.store.reader import Reader
 from expertd_protocol.errors import (
     BudgetExhausted,
     BudgetTooSmall,
+    Draining,
     ExpertdError,
     ModelChanged,
     ProtocolError,
@@ -274,8 +275,8 @@ class Models:
 
     def submit(
         self, model: Model, orders: Sequence[FillOrder]
-    ) -> list[tuple[FillOrder, ModelChanged]]:
-        """Send orders to the readers of their devices; return those that a stale model refuses."""
+    ) -> list[tuple[FillOrder, ExpertdError]]:
+        """Send orders to the readers of their devices; return those that are refused, and why."""
         if model.stale is not None:
             return [(order, model.stale) for order in orders]
         batches: dict[int, list[Fill]] = {}
@@ -283,9 +284,13 @@ class Models:
             fill = model.fill(order)
             self._in_flight[id(fill)] = (model, order, fill)
             batches.setdefault(fill.pieces[0].source.device, []).append(fill)
+        refused: list[tuple[FillOrder, ExpertdError]] = []
         for device, fills in batches.items():
-            self._readers[device].submit(fills)
-        return []
+            try:
+                self._readers[device].submit(fills)
+            except Draining as exc:
+                refused += [(self._in_flight.pop(id(fill))[1], exc) for fill in fills]
+        return refused
 
     def _done_in_thread(self, fill: Fill, error: ExpertdError | None) -> None:
         self._loop.call_soon_threadsafe(self._done, fill, error)

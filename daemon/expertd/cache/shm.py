@@ -14,12 +14,14 @@ import mmap
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable
 
 from expertd_protocol.errors import OutOfMemory
 
 #: PSHMNAMLEN of XNU is 31 with the slash (D17).
 SHM_NAME_MAX_BYTES = 30
+_UNMAP_SECONDS = 0.5
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, since 5.1; not in Python's fcntl
 
 
@@ -39,10 +41,22 @@ class SharedMemory:
 
     def close(self) -> None:
         """Unmap and close. The arrays over `buffer` must be gone (D16)."""
-        self.buffer.close()
+        self._unmap()
         os.close(self._fd)
         if self.share_fd != self._fd:
             os.close(self.share_fd)
+
+
+    def _unmap(self) -> None:
+        end = time.monotonic() + _UNMAP_SECONDS
+        while True:
+            try:
+                return self.buffer.close()
+            except BufferError:
+                # a reader thread may refer to its last destination for some microseconds more
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.0005)
 
 
 def create(nbytes: int, *, workers_write: bool = False) -> SharedMemory:
