@@ -2,7 +2,8 @@
 
 The file is config.toml in the platform's configuration directory, or what `EXPERTD_CONFIG` names; the
 environment is `EXPERTD_<KEY>`; the flag is `--<key-with-dashes>`. Unknown keys and wrong values stop the
-start with exit code 78: a setting is never ignored, and nothing falls back to ignoring the budget (B04).
+start with exit code 78, a budget that is no size with 4: a setting is never ignored, and nothing falls
+back to ignoring the budget (B04).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class DaemonConfig(BaseSettings):
 
     budget: str = Field(
         "auto",
-        description="memory for experts: auto, 24GiB, or 60%% of all memory; everything counts",
+        # no percent sign here: whether argparse gets it escaped depends on pydantic-settings
+        description="memory for experts: auto, a size as 24GiB, or a percentage of all memory",
     )
     run_dir: Path = Field(
         default_factory=default_run_dir,
@@ -119,5 +121,5 @@ def load_config(args: list[str]) -> DaemonConfig:
         raise BadConfig(
             f"configuration is wrong: {lines} (flags, EXPERTD_* and {config_path()} were read)"
         ) from exc
-    except (tomllib.TOMLDecodeError, OSError) as exc:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as exc:
         raise BadConfig(f"{config_path()} cannot be read: {exc}") from exc

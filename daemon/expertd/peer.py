@@ -75,9 +75,10 @@ class DeathWatch:
     ) -> None:
         self._loop = loop
         self._on_death = on_death
+        self._soon: asyncio.Handle | None = None
         self._fd = _exit_fd(connection, pid)
         if self._fd is None:  # gone before we could look
-            loop.call_soon(on_death)
+            self._soon = loop.call_soon(on_death)
         else:
             loop.add_reader(self._fd.fileno(), self._fired)
 
@@ -86,6 +87,8 @@ class DeathWatch:
         self._on_death()
 
     def close(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
         if self._fd is not None:
             self._loop.remove_reader(self._fd.fileno())
             self._fd.close()

@@ -53,8 +53,15 @@ class RunLock:
 
         Raises:
             AlreadyRunning: another process holds it.
+            UnsafePath: something else is in its place, or the file system has no locks.
         """
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as exc:
+            raise UnsafePath(
+                f"{path} cannot be opened as the lock ({exc.strerror}); "
+                "move it away or choose another --run-dir"
+            ) from exc
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
