@@ -3,15 +3,18 @@
     python bench/hit_path.py [--json] [--save]
 
 The daemon side is the client's `FakeDaemon` in a process of its own; a hit never reaches it, which is
-checked. One sample is a pass over 48 layers, divided by 48. The round trip is what a worker does for a
-miss, encode, send, poll, receive, against a ROUTER in another process that only echoes: about 60 bytes
-with the routing id, over ipc. Rounds of both alternate, so that whatever else runs here hits both.
+checked. One sample is a pass over 48 layers, divided by 48. The round trip is the message that a hit
+saves, with nothing else behind it: a request for 8 experts encoded, sent over ipc (about 60 bytes with
+its routing id), decoded by a ROUTER in another process, and its reply of 8 words on the same way back.
+`zmq_bare_rtt_us` is the same with bytes that nobody encodes or decodes. Rounds of all three alternate, so
+that whatever else runs here hits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -39,14 +42,22 @@ EXPERTS = 8
 LAYERS = 48
 ROUNDS, PASSES_PER_ROUND, TRIPS_PER_ROUND = 50, 40, 100
 
-ECHO = """
+SERVER = """
 import sys, zmq
+from expertd_protocol import codec
+from expertd_protocol.messages import MissReply
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 print("ready", flush=True)
+words = tuple((1 << 32) + n for n in range(8))
 while True:
-    router.send_multipart(router.recv_multipart())
+    worker, data = router.recv_multipart()
+    if codec.is_miss(data):
+        miss = codec.decode_miss(data)
+        data = codec.encode_reply(MissReply(miss.seq, words, 0, len(words)))
+    router.send_multipart([worker, data])
 """
+BARE = b"b" * 44
 
 
 def started(*args: str) -> subprocess.Popen[str]:
@@ -75,7 +86,7 @@ def measure(run_dir: Path) -> dict[str, float]:
     """Return medians over all rounds."""
     rng = np.random.default_rng(0)
     url = f"ipc://{run_dir}/echo.sock"
-    echo = started("-c", ECHO, url)
+    server = started("-c", SERVER, url)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -105,28 +116,37 @@ def measure(run_dir: Path) -> dict[str, float]:
                 return len(wanted)
 
             def one_trip() -> int:
-                dealer.send(codec.encode_miss(Miss(1_000_000, 47, Phase.DECODE, ids)))
+                dealer.send(codec.encode_miss(Miss(1_000_000, 47, 1, ids)))
+                poller.poll(1000)
+                codec.decode_reply(dealer.recv(zmq.NOBLOCK))
+                return 1
+
+            def one_bare_trip() -> int:
+                dealer.send(BARE)
                 poller.poll(1000)
                 dealer.recv(zmq.NOBLOCK)
                 return 1
 
             hits: list[float] = []
             trips: list[float] = []
+            bare: list[float] = []
             for _ in range(ROUNDS):
                 hits += [each_us(one_pass) for _ in range(PASSES_PER_ROUND)]
                 trips += [each_us(one_trip) for _ in range(TRIPS_PER_ROUND)]
+                bare += [each_us(one_bare_trip) for _ in range(TRIPS_PER_ROUND)]
             if client.arena.page.counters[Phase.DECODE][9] != requests:
                 raise SystemExit("a pin of resident experts sent a message")
     finally:
         dealer.close(0)
         context.term()
-        echo.kill()
-        echo.wait()
+        server.kill()
+        server.wait()
     hit, rtt = statistics.median(hits), statistics.median(trips)
     return {
         "hit_us": round(hit, 2),
         "zmq_rtt_us": round(rtt, 2),
         "ratio": round(rtt / hit, 1),
+        "zmq_bare_rtt_us": round(statistics.median(bare), 2),
         "hit_p10_us": round(statistics.quantiles(hits, n=10)[0], 2),
         "hit_p90_us": round(statistics.quantiles(hits, n=10)[8], 2),
         "zmq_rtt_p10_us": round(statistics.quantiles(trips, n=10)[0], 2),
@@ -147,6 +167,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--save", action="store_true", help="write bench/results/hit_path.json")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="xd-") as parent:
         run_dir = Path(parent) / "run"
         daemon = started("-m", "expertd_client.testing", str(run_dir))
@@ -160,6 +181,8 @@ def main() -> None:
         "rounds": ROUNDS,
         "samples": {"hit": ROUNDS * PASSES_PER_ROUND * LAYERS, "zmq_rtt": ROUNDS * TRIPS_PER_ROUND},
         "machine": f"{processor()}, {platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "load_average_before": round(load, 2),
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,

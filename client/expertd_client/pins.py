@@ -101,7 +101,17 @@ class Pins:
             self._seen = words
             return None
         self.held = base + n
-        self._touch(layer, experts, experts.tolist())
+        if n <= _FEW:
+            now = (_clock_ns() // 1_000_000 & _MASK32) or 1
+            uses, last_use = self._uses_views[layer], self._last_use_views[layer]
+            for expert in experts.tolist():
+                try:
+                    uses[expert] += 1
+                except ValueError:  # 2^32
+                    uses[expert] = 0
+                last_use[expert] = now
+        else:
+            self._touch(layer, experts)
         at, counters = _COLUMNS * phase, self._counters
         counters[at + _LOOKUPS] += n
         counters[at + _HITS] += n
@@ -166,7 +176,7 @@ class Pins:
         n = len(experts)
         words = self._window(self.held, n).hazards.copy()
         self.held += n
-        self._touch(layer, experts, experts.tolist())
+        self._touch(layer, experts)
         hits, nbytes = n - joins - misses, self._expert_bytes[layer]
         self.count(
             phase,
@@ -219,7 +229,7 @@ class Pins:
         if reach:
             if _WEAKLY_ORDERED:  # loads of the slots must not move behind their release
                 fence()
-            (self._windows.get((0, reach)) or self._window(0, reach)).hazards.fill(0)
+            self._hazards[:reach] = 0
             self.held = self._reach = 0
 
     def acknowledge(self, seq: int) -> None:
@@ -249,19 +259,10 @@ class Pins:
     def get_header(self, word: Header) -> int:
         return int(self._header[word])
 
-    def _touch(self, layer: int, experts: Ints, ids: list[int]) -> None:
-        now = (_clock_ns() // 1_000_000 & _MASK32) or 1  # 0 means never used
-        if len(ids) <= _FEW:
-            uses, last_use = self._uses_views[layer], self._last_use_views[layer]
-            for expert in ids:
-                try:
-                    uses[expert] += 1
-                except ValueError:  # 2^32
-                    uses[expert] = 0
-                last_use[expert] = now
-        else:
-            self._uses[layer][experts] += np.uint32(1)
-            self._last_use[layer][experts] = now
+    def _touch(self, layer: int, experts: Ints) -> None:
+        self._uses[layer][experts] += np.uint32(1)
+        # 0 means never used
+        self._last_use[layer][experts] = (_clock_ns() // 1_000_000 & _MASK32) or 1
 
     def _window(self, base: int, n: int) -> Window:
         window = self._windows.get((base, n))
