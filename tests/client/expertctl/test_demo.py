@@ -156,6 +156,29 @@ def test_kept_agents_can_be_looked_at_until_ctrl_c(temp: Path) -> None:
     assert list(temp.glob("expertd-*")) == []
 
 
+def test_stats_are_consistent_while_workers_run(temp: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with demo("--tokens", "4096", temp=temp, agents=3) as process:
+        wait_for_line(process, "demo: tokens")
+        (run_dir,) = temp.glob("expertd-*")
+        command = [sys.executable, "-m", "expertctl", "stats", "--json", "--run-dir", str(run_dir)]
+        looks = [json.loads(subprocess.check_output(command, env=env, timeout=60)) for _ in "123"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+    for value in looks:
+        parts = [value["total"], value["prefill"], value["decode"], *value["derived"]["sessions"]]
+        for c in parts:
+            assert c["hits"] + c["joins"] + c["misses"] == c["lookups"]
+        slots = value["slots"]
+        assert sum(slots[k] for k in ("free", "filling", "ready", "retired")) == slots["total"] > 0
+        assert value["committed_bytes"] <= value["budget_bytes"]
+        assert len(value["sessions"]) == 3
+    totals = [value["total"]["lookups"] for value in looks]
+    assert totals == sorted(totals)
+    assert totals[0] > 0
+
+
 def test_a_percentage_is_of_the_experts_and_a_size_is_a_size() -> None:
     assert budget_of("25%", 4_423_680) == 1_105_920
     assert budget_of("100%", 1000) == 1000
