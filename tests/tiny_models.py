@@ -173,6 +173,15 @@ class Quantization:
     mode: str
     bits: int
     group_size: int
+    #: Bits of the last projection, when they differ (B11).
+    down_bits: int | None = None
+
+    def of(self, path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not isinstance(module, SwitchLinear):
+            return False
+        if self.down_bits and path.endswith(("down_proj", "fc2")):
+            return {"mode": self.mode, "bits": self.down_bits, "group_size": self.group_size}
+        return True
 
 
 QUANTIZATIONS: dict[str, Quantization | None] = {
@@ -181,6 +190,7 @@ QUANTIZATIONS: dict[str, Quantization | None] = {
     "affine4": Quantization("affine", 4, 32),
     "affine8": Quantization("affine", 8, 32),
     "mxfp4": Quantization("mxfp4", 4, 32),
+    "mixed": Quantization("affine", 4, 32, down_bits=8),
 }
 
 
@@ -193,6 +203,11 @@ class TinyModel:
     layers: int
     experts: int
     top_k: int
+
+    @property
+    def switch_attribute(self) -> str:
+        """The last step of the path of an expert layer."""
+        return {"gpt_oss": "experts", "gemma4": "switch_glu"}.get(self.family, "switch_mlp")
 
 
 def write_tiny_model(
@@ -215,7 +230,7 @@ def write_tiny_model(
             how.group_size,
             how.bits,
             mode=how.mode,
-            class_predicate=lambda _, module: isinstance(module, SwitchLinear),
+            class_predicate=how.of,
         )
         config["quantization"] = {
             "group_size": how.group_size,
