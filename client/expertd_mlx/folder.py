@@ -19,7 +19,7 @@ from expertd_protocol.errors import ModelNotFound, NotAModel, UnreadableFile
 #: config.json of a folder made by `prepare` names the model it stands for here.
 MODEL_KEY = "expertd_model"
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def model_folder(path_or_id: str | Path, revision: str | None = None) -> Path:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
-from expertd_client import Client
+import expertd_client
 from expertd_mlx.folder import model_folder, read_config
 from expertd_mlx.models import stream_of, streamed_classes
 from expertd_protocol.errors import UnsupportedModel
@@ -55,7 +55,7 @@ def load(
         raise UnsupportedModel(
             f"{folder} brings its own code ({file}); only mlx-lm's families can be streamed"
         )
-    client = Client.connect(socket, name=name)
+    client = expertd_client.Client.connect(socket, name=name)
     try:
         # First: the daemon names a truncated shard or a git-lfs pointer, mlx-lm only trips over it.
         client.inspect(folder)

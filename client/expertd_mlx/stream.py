@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+import expertd_client
 from expertd_mlx.planes import PlaneView, open_view
 from expertd_mlx.snapshot import CacheSnapshot
 from expertd_protocol.errors import BadConfig, StaleExperts
@@ -105,10 +106,8 @@ class Stream:
 
     def attach(self, client: Experts, path: Path) -> None:
         """Attach through `client`, which is this stream's from now on."""
-        from expertd_client import ModelSource
-
         set_cache_limit()
-        source = ModelSource(path=path, experts=self.experts, layers=self.layers)
+        source = expertd_client.ModelSource(path=path, experts=self.experts, layers=self.layers)
         quota_min = min(self.top_k, self.experts)
         client.attach(source, quota_min=quota_min, quota_wanted=self.experts)
         self._client, self.path = client, path
@@ -120,14 +119,12 @@ class Stream:
 
     def _connect(self) -> None:
         """Attach at the first pass: mlx-lm's own loaders give no later chance, and may build twice."""
-        from expertd_client import Client
-
         if self.path is None:
             raise BadConfig(
                 "the model does not know its folder; load it with expertd_mlx.load, "
                 "or through a folder written by expertd_mlx.prepare"
             )
-        client = Client.connect()
+        client = expertd_client.Client.connect()
         try:
             self.attach(client, self.path)
         except BaseException:
