@@ -39,8 +39,13 @@ class Connection:
         Args:
             patient: wait for its first byte without limit (an attached worker may stay silent).
         """
-        first = self._read_exactly(4, eof_ok=True)
-        head = await (first if patient else asyncio.wait_for(first, MESSAGE_SECONDS))
+        begun = b""
+        if patient and not (begun := await self._loop.sock_recv(self.sock, 1)):
+            return None
+        return await asyncio.wait_for(self._message(begun), MESSAGE_SECONDS)
+
+    async def _message(self, begun: bytes) -> AnyMessage | None:
+        head = begun + await self._read_exactly(4 - len(begun), eof_ok=not begun)
         if not head:
             return None
         (size,) = struct.unpack("!I", head)
@@ -48,8 +53,7 @@ class Connection:
             raise ProtocolError(
                 f"a message of {size:,} bytes is announced, {codec.ATTACH_MAX_BYTES:,} are allowed"
             )
-        body = await asyncio.wait_for(self._read_exactly(size), MESSAGE_SECONDS)
-        return codec.decode(body)
+        return codec.decode(await self._read_exactly(size))
 
     async def _read_exactly(self, size: int, *, eof_ok: bool = False) -> bytes:
         data = bytearray()
@@ -120,6 +124,8 @@ class AttachServer:
             await self._refuse(sock, exc)
         except (TimeoutError, OSError) as exc:
             log.info("connection_lost reason=%r", exc)
+        except Exception:  # a bug costs one connection, and is not kept quiet
+            log.exception("connection_failed")
         finally:
             sock.close()
 

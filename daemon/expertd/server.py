@@ -37,6 +37,7 @@ class Router:
     ) -> None:
         self._loop = loop
         self._on_message = on_message
+        clear_stale_socket(endpoints.router)  # libzmq would unlink whatever is there (D02)
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.SyncSocket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -46,7 +47,6 @@ class Router:
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, 1024)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        clear_stale_socket(endpoints.router)  # libzmq would unlink whatever is there (D02)
         before = os.umask(0o177)
         try:
             self._socket.bind(endpoints.router_url)
@@ -80,17 +80,20 @@ class Router:
         self._scheduled = False
         if self._socket.closed:
             return
-        for _ in range(BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            if len(frames) == 2:
-                self._on_message(frames[0], frames[1])
-            else:
-                # a REQ socket or garbage; answered, so that its sender does not wait for ever
-                self._on_message(frames[0], b"")
-        self._schedule()
+        more = True
+        try:
+            for _ in range(BATCH):
+                try:
+                    frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    more = False
+                    return
+                # other than two frames: a REQ socket or garbage; answered, so that its sender does
+                # not wait for ever
+                self._on_message(frames[0], frames[1] if len(frames) == 2 else b"")
+        finally:
+            if more:  # after an exception too: no new edge would come for what is queued already
+                self._schedule()
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)

@@ -13,6 +13,10 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+#: Sums stop here: msgpack has 64 bits, and a hostile page may report any number.
+COUNTER_MAX = (1 << 63) - 1
+
+
 class Counters(_Part):
     """What workers report of their lookups; `hits + joins + misses == lookups` always."""
 
@@ -28,7 +32,8 @@ class Counters(_Part):
     requests: int = 0
 
     def __add__(self, other: Counters) -> Counters:
-        return Counters(**{k: v + getattr(other, k) for k, v in self.model_dump().items()})
+        mine = self.model_dump()
+        return Counters(**{k: min(v + getattr(other, k), COUNTER_MAX) for k, v in mine.items()})
 
     @property
     def hit_rate(self) -> float:
