@@ -32,15 +32,15 @@ BUFFERED = ("--read-mode", "buffered")
 
 
 class Worker:
-    """One `pinning_worker` process; its lines are kept."""
+    """One worker process; its lines are kept."""
 
-    def __init__(self, daemon: RealDaemon, *flags: str) -> None:
+    def __init__(self, daemon: RealDaemon, module: str, *flags: str) -> None:
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 "-m",
-                "tests.system.pinning_worker",
+                module,
                 str(daemon.run_dir),
                 *flags,
             ],
@@ -82,8 +82,10 @@ class Worker:
 
 
 @contextlib.contextmanager
-def workers(daemon: RealDaemon, *flags: tuple[str, ...]) -> Iterator[list[Worker]]:
-    started = [Worker(daemon, *f) for f in flags]
+def workers(
+    daemon: RealDaemon, *flags: tuple[str, ...], module: str = "tests.system.pinning_worker"
+) -> Iterator[list[Worker]]:
+    started = [Worker(daemon, module, *f) for f in flags]
     try:
         yield started
     finally:
