@@ -45,14 +45,14 @@ def streamed_classes(config: dict[str, Any], path: Path | None = None) -> Classe
     Args:
         path: the model's folder as the daemon knows it, for attaching at the first pass.
     """
+    where = f" of {path}" if path else ""
     if not isinstance(model_type := config.get("model_type"), str):
-        where = f" of {path}" if path else ""
         raise UnsupportedModel(f"config.json{where} does not say a model_type")
     try:
         family, args = _get_classes(config)
     except ValueError as exc:
         raise UnsupportedModel(
-            f"mlx-lm does not know the model type {model_type!r}; a newer mlx-lm may"
+            f"mlx-lm does not know the model type {model_type!r}{where}; a newer mlx-lm may"
         ) from exc
     model = _streamed_model(family)
     return type(
@@ -93,7 +93,10 @@ def _streamed_model(family: type[nn.Module]) -> type[nn.Module]:
                 return self
             files, self._files = self._files or _FileTensors({}), None
             files.refuse_unknown_formats(self._path)
-            super().load_weights(file_or_weights, strict)
+            try:
+                super().load_weights(file_or_weights, strict)
+            except ValueError as exc:
+                raise _does_not_fit(exc, self._path) from exc
             if file_or_weights:  # sharded_load builds a first model without any
                 self._stream = stream_experts(self, files, self._config, self._path)
                 self._stream.path = self._path
@@ -153,6 +156,16 @@ class _FileTensors:
                     f"{name} belongs to an FP8 block checkpoint, which cannot be read in place; "
                     f"{_how_to_convert(path)}"
                 )
+
+
+def _does_not_fit(exc: ValueError, path: Path | None) -> UnsupportedLayout:
+    """mlx-lm names every tensor that does not fit, one a line; a few are enough to see why."""
+    first, *names = str(exc).splitlines()
+    some = " ".join(name.strip() for name in names[:3]) + (" ..." if len(names) > 3 else "")
+    return UnsupportedLayout(
+        f"the tensors of {path or 'the model'} are not those of its model type, or not in the layout "
+        f"of mlx-lm: {first.strip()} {some}".rstrip() + f"; {_how_to_convert(path)}"
+    )
 
 
 def _how_to_convert(path: Path | None) -> str:
