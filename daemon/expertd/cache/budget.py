@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from expertd_protocol.errors import BadBudget, BudgetTooSmall, ProtocolError
 from expertd_protocol.layout import (
-    MAX_SLABS,
     MAX_SLOTS_PER_SLAB,
     PLANE_ALIGN_BYTES,
     DirectoryLayout,
@@ -33,6 +32,10 @@ SLAB_USEFUL_BYTES = 64 * MIB
 SLABS_WANTED = 4
 #: Room for worker pages is planned for this many sessions where the budget allows it.
 SESSIONS_PLANNED = 8
+#: A model's descriptors go in one message, and Linux takes 253 (SCM_MAX_FD): directory, page, slabs.
+SLABS_MAX = 251
+#: Above this many slabs they get larger instead.
+SLABS_USUAL_MAX = 128
 #: A plane of 2^31 words overflows the int index of MLX's CPU kernels (measured: SIGSEGV).
 PLANE_MAX_ELEMENTS = (1 << 31) - 1
 
@@ -178,7 +181,8 @@ def plan_arena(
 
     Raises:
         BudgetTooSmall: `free_bytes` is below `needed_bytes`.
-        ProtocolError: `quota_min` experts at once are more than one plane can hold.
+        ProtocolError: `quota_min` experts at once are more than one plane can hold, or there are
+            more kinds of layers than slabs can be handed out.
     """
     need = needed_bytes(layers, experts, quota_min)
     if free_bytes < need:
@@ -191,11 +195,12 @@ def plan_arena(
     spare = max(free_bytes - directory - pages - sum(least.values()), 0)
     total = sum(_all_bytes(parts, n, experts) for parts, n in groups.items())
     slabs: list[SlabPlan] = []
+    slab_max = max(SLAB_MAX_BYTES, free_bytes // SLABS_USUAL_MAX)
     for parts, members in groups.items():
         share = least[parts] + spare * _all_bytes(parts, members, experts) // total
-        slabs += _split(parts, members, share, experts, quota_min)
-    if len(slabs) > MAX_SLABS:
-        raise BudgetTooSmall(f"{len(slabs)} slabs are needed, {MAX_SLABS} are possible")
+        slabs += _split(parts, members, share, experts, quota_min, slab_max)
+    if len(slabs) > SLABS_MAX:
+        raise ProtocolError(f"{len(slabs)} slabs are needed, {SLABS_MAX} are possible")
     slab_of_layer = [0] * len(layers)
     for number, slab in enumerate(slabs):
         for layer in slab.layers:
@@ -208,7 +213,12 @@ def _all_bytes(parts: tuple[Part, ...], members: Sequence[int], experts: int) ->
 
 
 def _split(
-    parts: tuple[Part, ...], members: list[int], share: int, experts: int, quota_min: int
+    parts: tuple[Part, ...],
+    members: list[int],
+    share: int,
+    experts: int,
+    quota_min: int,
+    slab_max: int,
 ) -> list[SlabPlan]:
     """Cut one group's share into slabs of about equal size, each with a run of its layers."""
     least = min(quota_min, experts) + RESERVE_SLOTS
@@ -221,7 +231,7 @@ def _split(
     # what all experts take, with the rounding of as many slabs as there are layers
     share = min(share, SlabLayout(parts, min(experts * len(members), MAX_SLOTS_PER_SLAB)).nbytes
                 + (len(parts) + 1) * PLANE_ALIGN_BYTES * len(members))  # fmt: skip
-    count = -(-share // SLAB_MAX_BYTES)
+    count = -(-share // slab_max)
     if share // SLABS_WANTED >= SLAB_USEFUL_BYTES:
         count = max(count, SLABS_WANTED)
     count = max(min(count, len(members)), 1)

@@ -13,6 +13,7 @@ from expertd.cache.budget import (
     PLANE_MAX_ELEMENTS,
     RESERVE_SLOTS,
     SLAB_MAX_BYTES,
+    SLABS_MAX,
     SLABS_WANTED,
     ArenaPlan,
     SystemMemory,
@@ -137,6 +138,8 @@ def _check(plan: ArenaPlan, free: int, layers: Layers, experts: int, quota_min: 
     assert plan.slab_bytes + plan.directory_bytes + page <= free
 
     assert len(plan.slab_of_layer) == len(layers)
+    assert 0 < len(plan.slabs) <= SLABS_MAX
+
     housed = [layer for slab in plan.slabs for layer in slab.layers]
     assert sorted(housed) == list(range(len(layers)))
     for number, slab in enumerate(plan.slabs):
@@ -306,8 +309,17 @@ def test_several_agents_fit_beside_each_other() -> None:
     assert sum(granted) <= 799
 
 
-def test_more_kinds_of_layers_than_a_word_can_name_slabs_are_refused() -> None:
-    layers = tuple((Part(f"p{n}", "U8", (1,)),) for n in range(4097))
+def test_the_largest_machine_gets_larger_slabs_and_not_more_than_one_message_can_bring() -> None:
+    plan = plan_arena(384 * GIB, (BIG_EXPERT,) * 1500, 128, 8)
 
-    with pytest.raises(BudgetTooSmall, match="4097 slabs are needed, 4096 are possible"):
+    assert plan.slab_bytes > 380 * GIB
+    assert 100 < len(plan.slabs) <= SLABS_MAX
+    assert max(s.layout.nbytes for s in plan.slabs) < 4 * GIB
+
+
+def test_more_kinds_of_layers_than_slabs_can_be_handed_out_are_refused() -> None:
+    layers = tuple((Part(f"p{n}", "U8", (1,)),) for n in range(SLABS_MAX + 1))
+
+    assert len(plan_arena(1 * GIB, layers[:-1], 1, 1).slabs) == SLABS_MAX
+    with pytest.raises(ProtocolError, match="252 slabs are needed, 251 are possible"):
         plan_arena(1 * GIB, layers, 1, 1)
