@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from expertctl import demo, models, ps, run, stats
+from expertctl import demo, models, prepare, ps, run, stats
 
 # Nearly all of `expertctl stats` is imports. Measured on its cold start, CPU time: collecting
 # garbage while modules load takes 25 of 265 ms, pydantic's search for plugins up to 30.
@@ -49,6 +49,7 @@ def _options(
 
 app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.command("run", epilog=run.EPILOG)(run.command)
+app.command("prepare", epilog=prepare.EPILOG)(prepare.command)
 app.command("stats", epilog=stats.EPILOG)(stats.command)
 app.command("ps", epilog=ps.EPILOG)(ps.command)
 app.command("ls", epilog=models.LS_EPILOG)(models.ls)
