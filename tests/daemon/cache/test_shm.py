@@ -6,6 +6,7 @@ import ast
 import contextlib
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import sys
@@ -37,6 +38,7 @@ def _is_open(fd: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left() -> Iterator[None]:
+    gc.collect()  # what other tests left is not counted
     before = _open_fds()
     yield
     assert _open_fds() == before
