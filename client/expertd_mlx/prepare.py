@@ -1,6 +1,6 @@
 """Prepare: a folder that stock mlx-lm runs streamed, through its `model_file` hook.
 
-    python -m mlx_lm.generate --model OUT --trust-remote-code --prompt ...
+    mlx_lm.generate --model OUT --trust-remote-code --prompt ...
 
 It holds links to everything of the model, a config.json with two more keys, and two lines of
 Python. The model's own folder is never written.

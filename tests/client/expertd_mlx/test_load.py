@@ -81,6 +81,17 @@ def test_load_is_a_drop_in_for_mlx_lm_load(daemon: Daemon) -> None:
     assert client.closed
 
 
+def test_texts_of_one_batch_equal_a_resident_batch(daemon: Daemon) -> None:
+    """mlx-lm's server batches requests: other caches, padded prompts, texts that end early."""
+    texts = []
+    for model, tokenizer in (mlx_lm.load(str(MODEL))[:2], expertd_mlx.load(MODEL)):
+        prompts = [tokenizer.encode(t) for t in (PROMPT, "Once upon a time there was a", "A")]
+        texts.append(mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=[20, 3, 12]).texts)
+
+    assert texts[0] == texts[1]
+    assert daemon.clients[0].misses > 0
+
+
 def test_the_pool_of_freed_memory_is_bounded_C18(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
