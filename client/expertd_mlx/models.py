@@ -164,7 +164,8 @@ def _does_not_fit(exc: ValueError, path: Path | None) -> UnsupportedLayout:
     some = " ".join(name.strip() for name in names[:3]) + (" ..." if len(names) > 3 else "")
     return UnsupportedLayout(
         f"the tensors of {path or 'the model'} are not those of its model type, or not in the layout "
-        f"of mlx-lm: {first.strip()} {some}".rstrip() + f"; {_how_to_convert(path)}"
+        f"of mlx-lm: {first.strip()} {some}".rstrip()
+        + f"; {_how_to_convert(path)}"
     )
 
 
