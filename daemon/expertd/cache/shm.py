@@ -46,7 +46,6 @@ class SharedMemory:
         if self.share_fd != self._fd:
             os.close(self.share_fd)
 
-
     def _unmap(self) -> None:
         end = time.monotonic() + _UNMAP_SECONDS
         while True:
