@@ -5,6 +5,7 @@ Everything counts: slabs rounded to pages, directories, worker pages and read bu
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from expertd_protocol.errors import BadBudget, BudgetTooSmall, ProtocolError
 from expertd_protocol.layout import (
     MAX_SLOTS_PER_SLAB,
-    PLANE_ALIGN_BYTES,
     DirectoryLayout,
     PageLayout,
     Part,
@@ -112,8 +112,8 @@ class ReadBuffers:
 
 
 def read_buffers(free_bytes: int, need_bytes: int, threads: int) -> ReadBuffers:
-    """Choose buffers: at most 1/64 of the free budget, and never what `need_bytes` must have."""
-    spare = max(min(free_bytes // 64, free_bytes - need_bytes), MIN_BUFFER_BYTES)
+    """Choose buffers: at most 1/16 of the free budget, and never what `need_bytes` must have."""
+    spare = max(min(free_bytes // 16, free_bytes - need_bytes), MIN_BUFFER_BYTES)
     threads = max(min(threads, spare // MIN_BUFFER_BYTES), 1)
     each = min(spare // threads // MIN_BUFFER_BYTES * MIN_BUFFER_BYTES, MAX_BUFFER_BYTES)
     return ReadBuffers(threads, max(each, MIN_BUFFER_BYTES))
@@ -195,7 +195,7 @@ def plan_arena(
     spare = max(free_bytes - directory - pages - sum(least.values()), 0)
     total = sum(_all_bytes(parts, n, experts) for parts, n in groups.items())
     slabs: list[SlabPlan] = []
-    slab_max = max(SLAB_MAX_BYTES, free_bytes // SLABS_USUAL_MAX)
+    slab_max = max(SLAB_MAX_BYTES, min(free_bytes, total) // SLABS_USUAL_MAX)
     for parts, members in groups.items():
         share = least[parts] + spare * _all_bytes(parts, members, experts) // total
         slabs += _split(parts, members, share, experts, quota_min, slab_max)
@@ -228,24 +228,23 @@ def _split(
         raise ProtocolError(
             f"{least} experts at once are wanted, a plane holds {most} parts of {widest:,} elements"
         )
-    # what all experts take, with the rounding of as many slabs as there are layers
-    share = min(share, SlabLayout(parts, min(experts * len(members), MAX_SLOTS_PER_SLAB)).nbytes
-                + (len(parts) + 1) * PLANE_ALIGN_BYTES * len(members))  # fmt: skip
-    count = -(-share // slab_max)
-    if share // SLABS_WANTED >= SLAB_USEFUL_BYTES:
+    useful = min(share, _all_bytes(parts, members, experts) + SLAB_USEFUL_BYTES)
+    count = -(-useful // slab_max)
+    if useful // SLABS_WANTED >= SLAB_USEFUL_BYTES:
         count = max(count, SLABS_WANTED)
+    count = max(count, -(-useful // (most * sum(part.nbytes for part in parts))))
     count = max(min(count, len(members)), 1)
-    while count > 1 and slots_that_fit(parts, share // count) < 4 * least:
+    if share >= useful > _all_bytes(parts, members, experts):  # whole layers, and no plane too long
+        count = max(count, -(-len(members) // max(most // experts, 1)))
+    while count > 1 and slots_that_fit(parts, useful // count) < 4 * least:
         count -= 1
-    slabs, start = [], 0
-    for i in range(count):
-        end = len(members) * (i + 1) // count
-        mine = members[start:end]
-        slots = slots_that_fit(parts, share * len(mine) // len(members))
-        slots = max(min(slots, len(mine) * experts, most), least)
-        slabs.append(SlabPlan(SlabLayout(parts, slots), tuple(mine)))
-        start = end
-    return slabs
+    cuts = [len(members) * i // count for i in range(count + 1)]
+    runs = [tuple(members[a:b]) for a, b in itertools.pairwise(cuts)]
+    slots = [max(min(len(run) * experts, most), least) for run in runs]  # all experts resident
+    if sum(SlabLayout(parts, n).nbytes for n in slots) > share:
+        fit = [slots_that_fit(parts, share * len(run) // len(members)) for run in runs]
+        slots = [max(min(n, whole), least) for n, whole in zip(fit, slots, strict=True)]
+    return [SlabPlan(SlabLayout(parts, n), run) for n, run in zip(slots, runs, strict=True)]
 
 
 def grant_quota(slots: int, in_use: int, quota_min: int, quota_wanted: int) -> int:
