@@ -1,6 +1,6 @@
 """Draw docs/demo.svg: the last picture and the result of a real `expertctl demo`.
 
-    .venv/bin/python tools/demo_picture.py [OUT]
+.venv/bin/python tools/demo_picture.py [OUT]
 """
 
 from __future__ import annotations
