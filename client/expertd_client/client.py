@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MISS_DEADLINE_ENV, MISS_DEADLINE_SECONDS = "EXPERTD_MISS_DEADLINE_SECONDS", 120.0
 #: Seconds that a pin waits for the next daemon when the old one is gone.
 DAEMON_DEADLINE_ENV, DAEMON_DEADLINE_SECONDS = "EXPERTD_DAEMON_DEADLINE_SECONDS", 60.0
+#: The first worker of a model waits while its arena is allocated: about 0.3 s per GiB.
+ATTACH_SECONDS = 120.0
 #: `begin_pass` looks for a new daemon this long, and not again before the pause is over.
 PASS_ATTACH_SECONDS, PASS_PAUSE_SECONDS = 1.0, 1.0
 #: First and longest pause between two tries to attach again.
@@ -88,7 +90,7 @@ class Client:
 
         Args:
             name: what `expertctl ps` calls this worker.
-            deadline_seconds: how long connecting, inspecting and attaching may take, each.
+            deadline_seconds: how long connecting and inspecting may take, each.
             miss_deadline_seconds: how long a living daemon may take for one pin.
             daemon_deadline_seconds: how long a pin waits for a new daemon when the old one is gone.
 
@@ -123,7 +125,8 @@ class Client:
                 f"this client is attached to {self._pins.arena.source.path}; use one per model"
             )
         wanted = Wanted(source, quota_min, quota_wanted)
-        self._pins = self._session.map(wanted, 1, time.monotonic() + self._deadline_seconds)
+        patience = max(self._deadline_seconds, ATTACH_SECONDS)
+        self._pins = self._session.map(wanted, 1, time.monotonic() + patience)
         self._wanted = wanted
         log.info("attached path=%s quota=%d", source.path, self._pins.quota)
         return self._pins.arena

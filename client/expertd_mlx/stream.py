@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 import expertd_client
+from expertd_mlx import limits
 from expertd_mlx.planes import PlaneView, open_view
 from expertd_mlx.snapshot import CacheSnapshot
 from expertd_protocol.errors import BadConfig, StaleExperts
@@ -33,17 +34,6 @@ log = logging.getLogger(__name__)
 
 #: A pass (or a wave) whose slots changed underneath is done again; more often than this is a bug.
 MAX_TRIES = 3
-#: Megabytes MLX may keep for reuse. Its default is nearly all of RAM, which is the arena's.
-CACHE_LIMIT_ENV = "EXPERTD_MLX_CACHE_MB"
-DEFAULT_CACHE_LIMIT_MB = 256
-
-
-def set_cache_limit() -> None:
-    """Bound MLX's pool of freed buffers."""
-    text = os.environ.get(CACHE_LIMIT_ENV, str(DEFAULT_CACHE_LIMIT_MB))
-    if not text.isdecimal():
-        raise BadConfig(f"{CACHE_LIMIT_ENV} is {text!r}, wanted a whole number of megabytes")
-    mx.set_cache_limit(int(text) << 20)
 
 
 class Experts(Protocol):
@@ -106,7 +96,8 @@ class Stream:
 
     def attach(self, client: Experts, path: Path) -> None:
         """Attach through `client`, which is this stream's from now on."""
-        set_cache_limit()
+        limits.bound_free_buffers()
+        limits.cap_wired_memory(self.resident_bytes)
         source = expertd_client.ModelSource(path=path, experts=self.experts, layers=self.layers)
         quota_min = min(self.top_k, self.experts)
         client.attach(source, quota_min=quota_min, quota_wanted=self.experts)

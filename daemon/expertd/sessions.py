@@ -19,6 +19,7 @@ from expertd.cache.hazards import count_held
 from expertd.cache.shm import SharedMemory
 from expertd.latency import LatencyHistogram
 from expertd.peer import DeathWatch, Peer
+from expertd_protocol.fence import fence
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import U64, Counter, Header, PageLayout, Phase
 from expertd_protocol.stats import Counters, SessionStats
@@ -63,7 +64,9 @@ class WorkerPage:
         """Return (prefill, decode) as of one moment between two updates."""
         for _ in range(_COUNTER_TRIES):
             before = int(self.header[Header.COUNTER_VERSION])
+            fence()  # arm64 may read the counters before, or after, the version otherwise
             values = np.minimum(self.counters.copy(), _COUNTER_MAX)
+            fence()
             if before % 2 == 0 and int(self.header[Header.COUNTER_VERSION]) == before:
                 self._last_good = values
                 break

@@ -219,7 +219,7 @@ class PageLayout:
     """One worker's page: it writes, the daemon reads and trusts nothing in it.
 
     header u64[8] | hazards u64[quota] | counters u64[2][len(Counter)] |
-    last use u32[layers][experts] (CLOCK_MONOTONIC ms, low 32 bits) | uses u32[layers][experts]
+    last use u32[layers][experts] (time.monotonic ms, low 32 bits) | uses u32[layers][experts]
     """
 
     quota: int
@@ -251,7 +251,7 @@ class PageLayout:
         return np.frombuffer(buffer, np.uint64, 2 * n, self._offsets[1]).reshape(2, n)
 
     def last_use(self, buffer: Any) -> U32:
-        """u32[layers, experts], milliseconds of CLOCK_MONOTONIC modulo 2^32; 0 = never."""
+        """u32[layers, experts], milliseconds of time.monotonic modulo 2^32; 0 = never."""
         return self._table(buffer, self._offsets[2])
 
     def uses(self, buffer: Any) -> U32:

@@ -162,7 +162,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("tokens", "counter", "tokens that went through a forward pass, batch included"),
     ("lookups", "counter", "experts a worker looked up: one per expert, layer and wave"),
     ("hits", "counter", "lookups that found the expert resident: no message, no wait"),
-    ("joins", "counter", "lookups that found the expert already being read for someone else"),
+    (
+        "joins",
+        "counter",
+        "lookups that asked but needed no read of their own: it was under way, or just leaving",
+    ),
     ("misses", "counter", "lookups that caused a read"),
     ("hit_bytes", "counter", "expert bytes of hits"),
     ("miss_bytes", "counter", "expert bytes of joins and misses"),

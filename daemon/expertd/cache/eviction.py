@@ -31,7 +31,7 @@ class EvictionPolicy(ABC):
         Args:
             uses: u32[L, E] as read now; `seen` is the array of the previous look.
             last_use: u32[L, E], milliseconds modulo 2^32, 0 = never.
-            now_ms: CLOCK_MONOTONIC, milliseconds.
+            now_ms: time.monotonic, milliseconds.
         """
 
     @abstractmethod
