@@ -79,6 +79,7 @@ async def _serve(config: DaemonConfig, endpoints: Endpoints, budget: int) -> Non
         models,
         max_sessions=config.max_sessions,
         max_in_flight=config.max_in_flight,
+        warm=config.warm,
     )
     router = handlers.router = Router(loop, endpoints, handlers.on_message)
     listener = bind_attach(endpoints.attach)

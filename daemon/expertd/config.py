@@ -64,6 +64,9 @@ class DaemonConfig(BaseSettings):
     reader_threads: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="threads that read from one device"
     )
+    warm: bool = Field(
+        True, description="read a model that fits the budget whole, in the background"
+    )
     max_sessions: Annotated[int, Field(ge=1, le=4096)] = Field(
         64, description="workers that may be attached at once"
     )

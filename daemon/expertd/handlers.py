@@ -73,6 +73,7 @@ class Handlers:
         *,
         max_sessions: int,
         max_in_flight: int,
+        warm: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sessions: dict[SessionId, Session] = {}
@@ -83,6 +84,7 @@ class Handlers:
         self._models = models
         self._max_sessions = max_sessions
         self._max_in_flight = max_in_flight
+        self._warm = warm
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._draining = False
@@ -194,6 +196,7 @@ class Handlers:
             session.peer.pid,
             lambda: self._session_over(session, "died"),
         )
+        self._flush(model)
         log.info(
             "session_attached session=%s pid=%d name=%r model=%s quota=%d",
             session.id.hex(), session.peer.pid, session.name, model.path, quota,
@@ -289,6 +292,8 @@ class Handlers:
 
     def _flush(self, model: Model) -> None:
         cache = model.cache
+        if self._warm and model.stale is None and not self._draining:
+            cache.warm(self._models.idle_reads())
         while cache.fills:
             orders, cache.fills = cache.fills, []
             for order, error in self._models.submit(model, orders):

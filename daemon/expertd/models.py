@@ -49,7 +49,11 @@ from expertd_protocol.stats import Counters
 log = logging.getLogger(__name__)
 
 ReadWish = Literal["auto", "direct", "buffered"]
-_PRIORITY = {Phase.DECODE: Priority.DEMAND, Phase.PREFILL: Priority.PREFILL}
+_PRIORITY = {
+    Phase.DECODE: Priority.DEMAND,
+    Phase.PREFILL: Priority.PREFILL,
+    None: Priority.PREFETCH,
+}
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,10 @@ class Models:
             on_done=self._done_in_thread,
             name=f"reader-{device:x}",
         )
+
+    def idle_reads(self) -> int:
+        """Return how many experts that nobody waits for may be ordered now: a short queue's worth."""
+        return max(2 * self._options.threads - len(self._in_flight), 0)
 
     # --- reads -------------------------------------------------------------------------------
 

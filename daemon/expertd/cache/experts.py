@@ -8,6 +8,7 @@ daemon/README.md; the ones cited here decide whether a worker can ever see wrong
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,15 @@ AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 8, 8, 256
 
 @dataclass(frozen=True)
 class FillOrder:
-    """Read this expert into this slot; answer with `filled` or `failed`."""
+    """Read this expert into this slot; answer with `filled` or `failed`.
+
+    `phase` is that of the pass that waits for it; None when nobody does (`warm`).
+    """
 
     key: ExpertKey
     slab: int
     slot: int
-    phase: Phase
+    phase: Phase | None
     session: SessionId
 
 
@@ -135,6 +139,17 @@ class ExpertCache:
         ]
         #: Requests that wait for an expert.
         self._waiters: dict[ExpertKey, list[Waiting]] = {}
+        experts = directory.shape[1]
+        layers_in = [self.slab_of_layer.count(table.slab) for table in self.tables]
+        #: Slabs with room for every expert of their layers: nothing is ever evicted there (rule 20).
+        self._whole = [len(t) >= n * experts for t, n in zip(self.tables, layers_in, strict=True)]
+        #: In a whole slab every expert has one slot for ever: its layer's first slot + its number.
+        self._first_slot = [
+            experts * self.slab_of_layer[:layer].count(slab)
+            for layer, slab in enumerate(self.slab_of_layer)
+        ]
+        whole_layers = [n for n, slab in enumerate(self.slab_of_layer) if self._whole[slab]]
+        self._unread = itertools.starmap(ExpertKey, itertools.product(whole_layers, range(experts)))
 
     # --- sessions ----------------------------------------------------------------------------
 
@@ -243,6 +258,18 @@ class ExpertCache:
             due = when if due is None else min(due, when)
         return due
 
+    def warm(self, most: int) -> None:
+        """Order up to `most` experts that nobody asked for yet, of slabs that can hold them all.
+
+        Each is tried once. Does nothing without sessions, and for slabs that must evict.
+        """
+        if not self.holders:
+            return
+        session = next(iter(self.holders))
+        unread = (k for k in self._unread if self._slot_of[k] < 0 and k not in self._waiters)
+        for key in itertools.islice(unread, most):
+            self._order(self.tables[self.slab_of_layer[key.layer]], key, None, session)
+
     # --- what others may know ------------------------------------------------------------------
 
     def held(self, slab: int) -> int:
@@ -304,20 +331,23 @@ class ExpertCache:
         for phase, queue in wants.items():
             while queue and table.free:
                 key = queue.popleft()
-                slot = table.start_filling(*key)
-                self._slot_of[key] = slot
-                session = self._waiters[key][0].session
-                self.fills.append(FillOrder(key, table.slab, slot, phase, session))
+                self._order(table, key, phase, self._waiters[key][0].session)
         wanted = sum(len(queue) for queue in wants.values())
         resting = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
         short = wanted + self._ahead(table) - len(table.free) - resting
         if short > 0:
             self._retire(table, short, now)
 
+    def _order(
+        self, table: SlotTable, key: ExpertKey, phase: Phase | None, session: SessionId
+    ) -> None:
+        home = self._first_slot[key.layer] + key.expert if self._whole[table.slab] else None
+        slot = self._slot_of[key] = table.start_filling(*key, home)
+        self.fills.append(FillOrder(key, table.slab, slot, phase, session))
+
     def _ahead(self, table: SlotTable) -> int:
         """How many slots to keep free or resting ahead of demand; none when everything fits."""
-        layers = sum(slab == table.slab for slab in self.slab_of_layer)
-        if len(table) >= layers * self.directory.shape[1]:
+        if self._whole[table.slab]:
             return 0
         promised = sum(holder.quota for holder in self.holders.values())
         wish = min(max(len(table) // AHEAD_SHARE, AHEAD_LEAST), AHEAD_MOST)

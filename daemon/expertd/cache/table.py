@@ -6,7 +6,6 @@ slots; the counts by state add up to the slots of the slab.
 
 from __future__ import annotations
 
-from collections import deque
 from enum import IntEnum
 
 import numpy as np
@@ -39,14 +38,18 @@ class SlotTable:
         self.retired_at = np.zeros(n, np.float64)
         #: Retired, grace over, but a hazard still named it at the last scan.
         self.deferred = np.zeros(n, bool)
-        self.free: deque[int] = deque(range(n))
+        #: Free slots, the longest free first (a dict keeps order and gives up any one in O(1)).
+        self.free: dict[int, None] = dict.fromkeys(range(n))
 
     def __len__(self) -> int:
         return len(self.state)
 
-    def start_filling(self, layer: int, expert: int) -> int:
-        """Take the oldest free slot for an expert and return it; IndexError when none is free."""
-        slot = self.free.popleft()
+    def start_filling(self, layer: int, expert: int, slot: int | None = None) -> int:
+        """Take a free slot for an expert and return it: `slot`, or else the longest free one."""
+        if not self.free:
+            raise IndexError(f"slab {self.slab} has no free slot")
+        slot = next(iter(self.free)) if slot is None else slot
+        del self.free[slot]
         self.state[slot] = SlotState.FILLING
         self.layer[slot] = layer
         self.expert[slot] = expert
@@ -57,7 +60,7 @@ class SlotTable:
         self.state[slot] = SlotState.FREE
         self.layer[slot] = self.expert[slot] = -1
         self.deferred[slot] = False
-        self.free.append(slot)
+        self.free[slot] = None
 
     def bump_generation(self, slot: int) -> None:
         """A reused slot is a new thing: words and checks of the old generation no longer match."""

@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,6 +96,7 @@ class Header:
     tensors: dict[str, TensorInfo]
     identity: Identity
     nbytes: int
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 def read_header(path: Path, *, pread: Pread = os.pread) -> Header:
@@ -124,9 +125,10 @@ def read_header(path: Path, *, pread: Pread = os.pread) -> Header:
     finally:
         os.close(fd)
     data_start = _LENGTH.size + len(raw)
-    tensors = _tensors(path, _parse(path, raw), data_start)
+    entries, metadata = _parse(path, raw)
+    tensors = _tensors(path, entries, data_start)
     _check_cover(path, tensors, data_start, identity.size)
-    return Header(tensors, identity, identity.size)
+    return Header(tensors, identity, identity.size, metadata)
 
 
 def open_file(path: Path, flags: int = 0) -> int:
@@ -245,7 +247,7 @@ def parse_json(raw: bytes) -> object:
         raise ValueError(f"not JSON: {exc.msg} at character {exc.pos}") from exc
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, object]:
+def _parse(path: Path, raw: bytes) -> tuple[dict[str, object], dict[str, str]]:
     try:
         value = parse_json(raw)
     except DuplicateTensor as exc:
@@ -257,11 +259,11 @@ def _parse(path: Path, raw: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise BadHeader(f"the header of {path} is not a JSON object")
     metadata = value.pop("__metadata__", None)
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    ):
+    if metadata is None:
+        return value, {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise BadHeader(f"the __metadata__ of {path} is not a map from text to text")
-    return value
+    return value, metadata
 
 
 # --- tensors -------------------------------------------------------------------------------------

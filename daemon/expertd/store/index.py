@@ -1,7 +1,8 @@
 """The index of a model folder: where every tensor, and every expert, lies.
 
 `build_index` reads the header of each `model*.safetensors` and nothing else of them. `ExpertIndex`
-checks what a worker says it streams against these headers, and answers with byte ranges.
+checks what a worker says it streams against these headers, and answers with byte ranges. The parts of
+packed records (`expertctl pack`) stand here under the names of the tensors they were cut from.
 
 Exactness decides one case: the same tensor in two files is always refused, also when the
 index.json names only one of them. mlx-lm globs `model*.safetensors`, ignores the index and keeps
@@ -28,9 +29,10 @@ from expertd.store.shards import (
     no_shards,
     read_weight_map,
 )
-from expertd_protocol.errors import DuplicateTensor, ModelNotFound, UnsupportedLayout
+from expertd_protocol.errors import BadHeader, DuplicateTensor, ModelNotFound, UnsupportedLayout
 from expertd_protocol.layout import DTYPE_BYTES, Part
 from expertd_protocol.messages import LayerSource, PartSource
+from expertd_protocol.packed import LAYER_KEY, PackedLayer, parse_layer
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ class Shard:
 
 
 class Tensor(NamedTuple):
-    """One tensor; `shard` indexes `ModelIndex.shards`, `offset` counts from the file's start."""
+    """One tensor; `shard` indexes `ModelIndex.shards`, `offset` counts from the file's start.
+
+    `stride` is the way from one row to the next where rows lie in packed records, else 0.
+    """
 
     name: str
     dtype: str
@@ -55,6 +60,15 @@ class Tensor(NamedTuple):
     shard: int
     offset: int
     nbytes: int
+    stride: int = 0
+
+
+class Records(NamedTuple):
+    """The packed experts of one layer; `offset` is that of the first record in the file."""
+
+    layer: PackedLayer
+    shard: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class ModelIndex:
     tensors: dict[str, Tensor]
     warnings: tuple[str, ...]
     nbytes: int
+    records: tuple[Records, ...] = ()
 
 
 class ByteRange(NamedTuple):
@@ -100,15 +115,66 @@ def build_index(folder: Path) -> ModelIndex:
     headers = {name: read_header(folder / name) for name in present}
     _check_unique(folder, headers, weight_map)
     warnings += check_complete(folder, headers, weight_map, dangling)
-    shards, tensors = [], {}
+    shards, tensors, packed = [], {}, []
     for number, (name, header) in enumerate(headers.items()):
         path = Path(os.path.realpath(folder / name))
         shards.append(Shard(path, header.identity, header.nbytes, name))
         for key, info in header.tensors.items():
             tensors[key] = Tensor(key, info.dtype, info.shape, number, info.offset, info.nbytes)
+        if LAYER_KEY in header.metadata:
+            packed.append(_records(folder / name, header, number))
+    for records in packed:
+        del tensors[records.layer.records]
+        for part in _parts_of(records):
+            if part.name in tensors:
+                raise DuplicateTensor(
+                    f"{shards[records.shard].name} and {shards[tensors[part.name].shard].name} in "
+                    f"{folder} both hold {short(part.name)}, packed and as it was; "
+                    "move one of them out of the folder"
+                )
+            tensors[part.name] = part
     return ModelIndex(
-        folder, tuple(shards), tensors, tuple(warnings), sum(t.nbytes for t in tensors.values())
+        folder,
+        tuple(shards),
+        tensors,
+        tuple(warnings),
+        sum(t.nbytes for t in tensors.values()),
+        tuple(packed),
     )
+
+
+def _records(path: Path, header: Header, shard: int) -> Records:
+    """Check the description of packed records against the header it stands in."""
+    try:
+        layer = parse_layer(header.metadata[LAYER_KEY])
+    except ValueError as exc:
+        raise BadHeader(f"the {LAYER_KEY} in the __metadata__ of {path} is malformed: {exc}") from exc
+    tensor = header.tensors.get(layer.records)
+    wanted = (layer.experts, layer.record_bytes)
+    if tensor is None or (tensor.dtype, tensor.shape) != ("U8", wanted):
+        there = f"is {_show(tensor.dtype, tensor.shape)}" if tensor else "is not there"
+        raise BadHeader(
+            f"the records of {path}, {short(layer.records)}, should be {_show('U8', wanted)} by its "
+            f"{LAYER_KEY}, but that tensor {there}; pack the model again"
+        )
+    return Records(layer, shard, tensor.offset)
+
+
+def _parts_of(records: Records) -> list[Tensor]:
+    """Return the stacked tensors that a layer's records stand for."""
+    layer, experts = records.layer, records.layer.experts
+    return [
+        Tensor(
+            part.tensor,
+            part.dtype,
+            (experts, *part.shape),
+            records.shard,
+            records.offset + part.offset,
+            experts * part.nbytes,
+            layer.record_bytes,
+        )
+        for part in layer.parts
+    ]
 
 
 def _check_unique(
@@ -134,7 +200,7 @@ def _check_unique(
 
 
 class ExpertIndex:
-    """Where each expert's bytes are. Expert e of a stacked part is one contiguous range (layout A).
+    """Where each expert's bytes are. Expert e of a part is one contiguous range (layout A, or packed).
 
     Built from what the worker found by walking the model, checked against the headers; names and
     shapes decide, never the order of parts.
@@ -149,7 +215,7 @@ class ExpertIndex:
         self.index = index
         self.experts = experts
         self._parts: list[tuple[Part, ...]] = []
-        self._bases: list[tuple[ByteRange, ...]] = []
+        self._bases: list[tuple[tuple[int, int, int, int], ...]] = []
         known: dict[tuple[Part, ...], tuple[Part, ...]] = {}
         for layer in layers:
             names = [part.name for part in layer.parts]
@@ -174,8 +240,8 @@ class ExpertIndex:
         if not 0 <= expert < self.experts:
             raise IndexError(f"expert {expert} of {self.experts}")
         return tuple(
-            ByteRange(shard, offset + expert * nbytes, nbytes)
-            for shard, offset, nbytes in self._bases[layer]
+            ByteRange(shard, offset + expert * stride, nbytes)
+            for shard, offset, nbytes, stride in self._bases[layer]
         )
 
     def expert_bytes(self, layer: int) -> int:
@@ -190,8 +256,8 @@ class ExpertIndex:
 
 def _check_part(
     index: ModelIndex, layer: LayerSource, source: PartSource, experts: int
-) -> tuple[Part, ByteRange]:
-    """Return the part and the range of expert 0."""
+) -> tuple[Part, tuple[int, int, int, int]]:
+    """Return the part, and (shard, offset of expert 0, bytes, way to the next expert)."""
     tensor = index.tensors.get(source.tensor)
     if tensor is None:
         raise _no_tensor(index, layer, source)
@@ -209,7 +275,7 @@ def _check_part(
             f"{_show(source.dtype, wanted)} ({experts * nbytes} bytes); {_convert(index.folder)}"
         )
     part = Part(source.name, source.dtype, source.shape)
-    return part, ByteRange(tensor.shard, tensor.offset, nbytes)
+    return part, (tensor.shard, tensor.offset, nbytes, tensor.stride or nbytes)
 
 
 #: What a folder is when the stacked tensors are not in it; the first sign that is found counts.

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from expertd.cache.table import SlotState
 from expertd_protocol.errors import ProtocolError, QuotaExceeded, TooManyInFlight
-from expertd_protocol.layout import Phase, pack_word
+from expertd_protocol.layout import Phase, pack_word, unpack_word
 from expertd_protocol.messages import Miss
 from tests.fakes import GRACE, FakeArena
 
@@ -303,6 +303,59 @@ def test_random_bytes_in_a_workers_page_harm_nobody_F8() -> None:
         other.use()
         other.unpin()
         arena.cache.check()
+
+
+def test_a_slab_with_room_for_all_gives_every_expert_its_own_slot_in_order() -> None:
+    arena = FakeArena(layers=3, experts=4, slots=8, slab_of_layer=(0, 1, 0))
+    worker = arena.worker(quota=4)
+
+    for layer, slab, slots in ((2, 0, [4, 5, 6, 7]), (0, 0, [0, 1, 2, 3]), (1, 1, [0, 1, 2, 3])):
+        worker.pin(layer, (3, 0, 2, 1))
+        arena.settle()
+        words = [unpack_word(int(w)) for w in arena.directory[layer]]
+        assert [(s, n) for _, s, n in words] == [(slab, n) for n in slots]
+        worker.unpin()
+
+    arena.advance(1.0)
+    assert arena.directory.all()
+    assert arena.cache.tally.evictions == 0
+
+
+def test_what_fits_is_read_in_the_background_once_and_only_with_a_session() -> None:
+    arena = FakeArena(layers=2, experts=4, slots=8)
+    arena.cache.warm(8)
+    assert not arena.cache.fills
+    worker = arena.worker(quota=4)
+    worker.pin(0, (2,))
+
+    arena.cache.warm(3)
+    arena.pump()
+    assert [order.key for order in arena.reading] == [(0, 2), (0, 0), (0, 1), (0, 3)]
+    assert [order.phase for order in arena.reading[1:]] == [None] * 3
+    arena.finish_read()
+    arena.fail_read()  # nobody waits for it, and it is not tried for ever
+    arena.cache.warm(100)
+    arena.pump()
+    while arena.reading:
+        arena.finish_read()
+    arena.cache.warm(100)
+
+    assert not arena.cache.fills
+    assert np.argwhere(arena.directory == 0).tolist() == [[0, 0]]
+    worker.unpin()
+    worker.pin(0, (0,))
+    arena.settle()
+    worker.use()
+    assert arena.directory.all()
+
+
+def test_a_slab_that_must_evict_is_not_read_in_the_background() -> None:
+    arena = FakeArena(layers=2, experts=4, slots=7)
+    arena.worker(quota=2)
+
+    arena.cache.warm(100)
+
+    assert not arena.cache.fills
 
 
 class Workers(RuleBasedStateMachine):
