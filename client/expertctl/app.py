@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from expertctl import demo, models, prepare, ps, run, stats
+from expertctl import demo, models, pack, prepare, ps, run, stats, verify
 
 # Nearly all of `expertctl stats` is imports. Measured on its cold start, CPU time: collecting
 # garbage while modules load takes 25 of 265 ms, pydantic's search for plugins up to 30.
@@ -50,6 +50,8 @@ def _options(
 app.command("demo", epilog=demo.EPILOG)(demo.command)
 app.command("run", epilog=run.EPILOG)(run.command)
 app.command("prepare", epilog=prepare.EPILOG)(prepare.command)
+app.command("pack", epilog=pack.EPILOG)(pack.command)
+app.command("verify", epilog=verify.EPILOG)(verify.command)
 app.command("stats", epilog=stats.EPILOG)(stats.command)
 app.command("ps", epilog=ps.EPILOG)(ps.command)
 app.command("ls", epilog=models.LS_EPILOG)(models.ls)

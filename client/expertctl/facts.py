@@ -60,6 +60,8 @@ class ModelFacts:
     total_bytes: int
     quantization: str
     warnings: tuple[str, ...]
+    #: Of one packed expert, the largest; 0 when the experts are read in place.
+    record_bytes: int = 0
 
     @property
     def experts(self) -> int:
@@ -122,6 +124,7 @@ def model_facts(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorHeader],
     warnings: tuple[str, ...] = (),
+    record_bytes: int = 0,
 ) -> ModelFacts:
     """Return the facts.
 
@@ -141,6 +144,7 @@ def model_facts(
         total_bytes=sum(t.nbytes for t in tensors.values()),
         quantization=_quantization(config),
         warnings=warnings,
+        record_bytes=record_bytes,
     )
 
 
@@ -176,7 +180,8 @@ def read_facts(folder: Path) -> ModelFacts:
 
     config = model_folder.read_config(folder)
     index = build_index(folder)
-    return model_facts(folder, config, index.tensors, tuple(index.warnings))
+    record_bytes = max((r.layer.record_bytes for r in index.records), default=0)
+    return model_facts(folder, config, index.tensors, index.warnings, record_bytes)
 
 
 def minimum_budget(facts: ModelFacts) -> int | None:

@@ -184,6 +184,8 @@ def facts_json(found: ModelFacts, config: dict[str, Any], least: int | None) -> 
         "all_experts_bytes": found.all_experts_bytes,
         "resident_bytes": found.other_bytes,
         "expert_bytes": found.largest_expert_bytes,
+        "packed": bool(found.record_bytes),
+        "record_bytes": found.record_bytes or None,
         "token_bytes": found.token_bytes,
         "minimum_budget_bytes": least,
         "parts": _parts(found, config),
@@ -219,6 +221,8 @@ def facts_text(found: ModelFacts, config: dict[str, Any], least: int | None) -> 
             f"top-{found.top_k or '?'}; quantization {found.quantization}",
         ),
         ("one expert", size(found.largest_expert_bytes)),
+        ("packed", f"yes, one record of {size(found.record_bytes)} per expert"
+         if found.record_bytes else f"no, {len(found.layers[0].parts)} reads per expert"),
         ("per token", f"{size(token)} of experts ({size(token / len(found.layers))} a layer)"
          if token else "unknown: no top-k in config.json"),
         ("streamed", f"{size(found.all_experts_bytes)} of experts, under the daemon's budget"),

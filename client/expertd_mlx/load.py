@@ -15,6 +15,7 @@ import expertd_client
 from expertd_mlx.folder import model_folder, read_config
 from expertd_mlx.models import stream_of, streamed_classes
 from expertd_protocol.errors import UnsupportedModel
+from expertd_protocol.messages import LayerSource
 
 
 def load(
@@ -51,10 +52,7 @@ def load(
         DaemonUnavailable: there is no daemon.
     """
     folder = model_folder(path_or_id, revision)
-    if file := read_config(folder).get("model_file"):
-        raise UnsupportedModel(
-            f"{folder} brings its own code ({file}); only mlx-lm's families can be streamed"
-        )
+    _refuse_own_code(folder)
     client = expertd_client.Client.connect(socket, name=name)
     try:
         # First: the daemon names a truncated shard or a git-lfs pointer, mlx-lm only trips over it.
@@ -83,6 +81,27 @@ def load(
         client.close()
         raise
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def expert_layers(folder: Path) -> tuple[tuple[LayerSource, ...], int]:
+    """Return the layers that would be streamed and their number of experts; reads only headers.
+
+    Raises:
+        ModelError: the model cannot be streamed; the message says why.
+    """
+    _refuse_own_code(folder)
+    model, _ = load_model(
+        folder, lazy=True, get_model_classes=partial(streamed_classes, path=folder)
+    )
+    stream = stream_of(model)
+    return stream.layers, stream.experts
+
+
+def _refuse_own_code(folder: Path) -> None:
+    if file := read_config(folder).get("model_file"):
+        raise UnsupportedModel(
+            f"{folder} brings its own code ({file}); only mlx-lm's families can be streamed"
+        )
 
 
 def close(model: nn.Module) -> None:

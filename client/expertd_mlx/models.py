@@ -26,6 +26,7 @@ from mlx_lm.models.switch_layers import (
 )
 from mlx_lm.utils import _get_classes
 
+from expertd_mlx.packed import refuse_leftovers, unpacked
 from expertd_mlx.planes import DTYPE_NAMES
 from expertd_mlx.routing import declared_experts, top_k
 from expertd_mlx.stream import Stream
@@ -82,7 +83,8 @@ def _streamed_model(family: type[nn.Module]) -> type[nn.Module]:
         _files: _FileTensors | None = None
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            self._files = _FileTensors(weights)
+            weights, stand_ins = unpacked(weights, self._path)
+            self._files = _FileTensors(weights, stand_ins)
             parent = getattr(super(), "sanitize", None)
             return parent(weights) if parent is not None else weights
 
@@ -100,6 +102,7 @@ def _streamed_model(family: type[nn.Module]) -> type[nn.Module]:
             if file_or_weights:  # sharded_load builds a first model without any
                 self._stream = stream_experts(self, files, self._config, self._path)
                 self._stream.path = self._path
+                refuse_leftovers(files.stand_ins, self._stream.layers, self._path)
             return self
 
         @wraps(family.__call__)  # mlx-lm reads the signature
@@ -141,7 +144,10 @@ def _count_tokens(inputs: Any) -> tuple[int, Phase]:
 class _FileTensors:
     """The arrays that mlx-lm read from the files, by identity: renaming keeps it, computing does not."""
 
-    def __init__(self, weights: Mapping[str, mx.array]) -> None:
+    def __init__(
+        self, weights: Mapping[str, mx.array], stand_ins: frozenset[str] = frozenset()
+    ) -> None:
+        self.stand_ins = stand_ins
         self._arrays = dict(weights)  # keeps them alive, so that no id is used twice
         self._names = {id(array): name for name, array in weights.items()}
 

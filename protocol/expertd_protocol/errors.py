@@ -36,6 +36,8 @@ class ErrorCode(StrEnum):
     UNREADABLE_FILE = "unreadable_file"
     MODEL_CHANGED = "model_changed"
     READ_FAILED = "read_failed"
+    DAMAGED = "damaged"
+    NO_SPACE = "no_space"
 
     BAD_BUDGET = "bad_budget"
     BUDGET_TOO_SMALL = "budget_too_small"
@@ -217,6 +219,18 @@ class ReadFailed(ModelError):
     """The device did not deliver an expert."""
 
     code = ErrorCode.READ_FAILED
+
+
+class Damaged(ModelError):
+    """Bytes on the disk are not those that their checksum was made of."""
+
+    code = ErrorCode.DAMAGED
+
+
+class NoSpace(ExpertdError):
+    """The disk has not enough room for what is to be written."""
+
+    code = ErrorCode.NO_SPACE
 
 
 class BudgetError(ExpertdError):

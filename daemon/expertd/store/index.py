@@ -148,7 +148,9 @@ def _records(path: Path, header: Header, shard: int) -> Records:
     try:
         layer = parse_layer(header.metadata[LAYER_KEY])
     except ValueError as exc:
-        raise BadHeader(f"the {LAYER_KEY} in the __metadata__ of {path} is malformed: {exc}") from exc
+        raise BadHeader(
+            f"the {LAYER_KEY} in the __metadata__ of {path} is malformed: {exc}"
+        ) from exc
     tensor = header.tensors.get(layer.records)
     wanted = (layer.experts, layer.record_bytes)
     if tensor is None or (tensor.dtype, tensor.shape) != ("U8", wanted):
