@@ -62,6 +62,12 @@ class RunLock:
                 f"{path} cannot be opened as the lock ({exc.strerror}); "
                 "move it away or choose another --run-dir"
             ) from exc
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise UnsafePath(
+                f"{path} is not a file and cannot be the lock; "
+                "move it away or choose another --run-dir"
+            )
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -87,6 +93,7 @@ def clear_stale_socket(path: Path) -> None:
 
     Raises:
         UnsafePath: there is something else than our own socket; it is not touched.
+        AlreadyRunning: somebody listens there: a daemon whose lock file was removed.
     """
     try:
         info = path.lstat()
@@ -96,7 +103,24 @@ def clear_stale_socket(path: Path) -> None:
         raise UnsafePath(
             f"{path} exists and is not a socket of ours; move it away or choose another --run-dir"
         )
+    if _somebody_listens(path):
+        raise AlreadyRunning(
+            f"another process serves {path}, although it does not hold the lock of its directory; "
+            "stop it, or choose another --run-dir"
+        )
     path.unlink()
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def bind_attach(path: Path) -> socket.socket:

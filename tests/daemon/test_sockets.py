@@ -161,6 +161,13 @@ def test_something_else_in_the_place_of_the_lock_is_refused(what: str, short_dir
     assert what == "directory" or (short_dir / "victim").read_text() == "keep"
 
 
+def test_a_pipe_in_the_place_of_the_lock_is_refused(short_dir: Path) -> None:
+    os.mkfifo(short_dir / "lock")
+
+    with pytest.raises(UnsafePath, match="cannot be the lock"):
+        RunLock(short_dir / "lock")
+
+
 # --- sockets -----------------------------------------------------------------------------------------
 def test_a_stale_socket_is_replaced_D03(short_dir: Path) -> None:
     path = short_dir / "attach.sock"
@@ -168,6 +175,19 @@ def test_a_stale_socket_is_replaced_D03(short_dir: Path) -> None:
 
     with closing(bind_attach(path)), closing(socket.socket(socket.AF_UNIX)) as client:
         client.connect(os.fspath(path))
+
+
+def test_the_socket_of_a_daemon_that_lives_is_not_taken_although_its_lock_was_removed_D01(
+    short_dir: Path,
+) -> None:
+    path = short_dir / "attach.sock"
+    with closing(bind_attach(path)) as listener:
+        with pytest.raises(AlreadyRunning, match=r"attach\.sock"):
+            bind_attach(path)
+        with closing(socket.socket(socket.AF_UNIX)) as client:
+            client.connect(os.fspath(path))
+            listener.accept()[0].close()
+    bind_attach(path).close()
 
 
 def test_a_regular_file_at_a_sockets_place_is_refused_and_not_touched_D02(short_dir: Path) -> None:
