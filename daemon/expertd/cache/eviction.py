@@ -53,20 +53,23 @@ class AgedUse(EvictionPolicy):
         self._age_after = AGE_AFTER * slots
 
     def observe(self, uses: U32, seen: U32, last_use: U32, now_ms: int) -> None:
-        delta = np.minimum(
-            uses - seen, np.uint32(MAX_DELTA)
-        )  # u32 arithmetic wraps as the counts do
-        if not delta.any():
+        # a few of thousands: every look costs the daemon's loop
+        used = np.flatnonzero((uses != seen).reshape(-1))
+        if not len(used):
             return
-        self.heat += delta
-        used = (delta > 0) & (last_use != 0)
+        # u32 arithmetic wraps as the counts do
+        grown = np.minimum(uses.flat[used] - seen.flat[used], np.uint32(MAX_DELTA))
+        self.heat.flat[used] += grown
+        ticks = last_use.flat[used]
         # age modulo 2^32 ms; a tick from the future (hostile page) is at most "now"
-        age = (np.uint32(now_ms & 0xFFFF_FFFF) - last_use).astype(np.int64)
+        age = (np.uint32(now_ms & 0xFFFF_FFFF) - ticks).astype(np.int64)
         age[age > 1 << 31] = 0
-        self.last_ms[used] = np.maximum(self.last_ms[used], now_ms - age[used])
-        self._since_aged += int(delta.sum())
+        when = np.where(ticks != 0, now_ms - age, 0)
+        self.last_ms.flat[used] = np.maximum(self.last_ms.flat[used], when)
+        self._since_aged += int(grown.sum())
         halvings, self._since_aged = divmod(self._since_aged, self._age_after)
-        self.heat *= 0.5 ** min(halvings, 64)
+        if halvings:
+            self.heat *= 0.5 ** min(halvings, 64)
 
     def filled(self, layer: int, expert: int, now_ms: int) -> None:
         self.last_ms[layer, expert] = now_ms
