@@ -177,6 +177,7 @@ class ExpertCache:
     def request(self, session: SessionId, request: Miss, now: float) -> None:
         """Take one miss request. Raises `ProtocolError` and changes nothing when it is not allowed."""
         holder = self.holders[session]
+        self._drop_given_up(holder, now)
         self._check(holder, request)
         self._release_grants(holder, request.seq)
         phase = Phase(request.phase)
@@ -391,10 +392,11 @@ class ExpertCache:
         for slot in oldest.tolist():
             self._slot_of[table.layer[slot], table.expert[slot]] = -1
             table.bump_generation(slot)
+        self._fence()  # rule 6: who sees new bytes sees the new generation
+        for slot in oldest.tolist():
             if self._clean is not None:
                 self._clean(table.slab, slot)
             table.release(slot)
-        self._fence()
 
     def _resurrect(self, table: SlotTable, slot: int, key: ExpertKey) -> None:
         """A retired slot still has its bytes and its generation: give the word back, read nothing."""
@@ -414,7 +416,7 @@ class ExpertCache:
 
     def _observe(self, holder: Holder, now: float) -> None:
         uses = holder.uses.copy()
-        self.policy.observe(uses, holder.seen, holder.last_use.copy(), int(now * 1000))
+        self.policy.observe(uses, holder.seen, holder.last_use, int(now * 1000))
         holder.seen = uses
 
     def _grant(self, waiting: Waiting, slab: int, slot: int) -> None:
@@ -433,6 +435,15 @@ class ExpertCache:
 
     def _send(self, waiting: Waiting, message: MissReply | MissError, now: float) -> None:
         self.answers.append(Answer(waiting.session, message, now - waiting.asked_at))
+
+    def _drop_given_up(self, holder: Holder, now: float) -> None:
+        """Forget requests that the worker has acknowledged unanswered: its deadline or Ctrl-C came first."""
+        acknowledged = int(holder.header[Header.ACK])
+        given_up = [w for seq, w in holder.waiting.items() if seq <= acknowledged]
+        for waiting in given_up:
+            self._abandon(waiting)
+        if given_up:
+            self._settle(now)
 
     def _abandon(self, waiting: Waiting) -> None:
         """Forget a request. Reads that have begun go on into the cache (C24)."""

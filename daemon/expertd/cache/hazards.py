@@ -38,6 +38,6 @@ def count_held(page: U64) -> int:
 
 def _all_words(pages: Iterable[U64]) -> U64:
     # copied once, so that a worker that writes meanwhile cannot change what was checked
-    words: U64 = np.concatenate([page.copy() for page in pages] or [np.empty(0, np.uint64)])
+    words: U64 = np.concatenate([*pages, np.empty(0, np.uint64)])
     set_words: U64 = words[words != 0]
     return set_words

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from expertd.cache.table import SlotState
 from expertd_protocol.errors import ProtocolError, QuotaExceeded, TooManyInFlight
-from expertd_protocol.layout import Phase, pack_word, unpack_word
+from expertd_protocol.layout import Header, Phase, pack_word, unpack_word
 from expertd_protocol.messages import Miss
 from tests.fakes import GRACE, FakeArena
 
@@ -145,6 +145,22 @@ def test_a_retired_expert_that_is_wanted_again_needs_no_read() -> None:
     assert other.complete
     other.use()
     assert len(arena.reading) == reads
+
+
+def test_a_request_that_was_given_up_no_longer_counts_against_the_quota() -> None:
+    arena = FakeArena(slots=4)
+    worker = arena.worker(quota=2)
+    worker.pin(0, (1, 2))  # the disk takes too long ...
+    worker.unpin()
+    worker.header[Header.ACK] = worker.seq  # ... and the worker says that it waits no more
+
+    worker.pin(0, (2, 3))
+
+    assert [order.key for order in arena.reading] == [(0, 1), (0, 2), (0, 3)]
+    arena.settle()
+    assert worker.complete
+    worker.use()
+    arena.cache.check()
 
 
 def test_a_failed_read_publishes_nothing_and_frees_its_slot() -> None:
