@@ -116,10 +116,10 @@ def watch_lifeline(loop: asyncio.AbstractEventLoop, fd: int, stop: asyncio.Event
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files as far as the hard limit allows (launchd starts with 256)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = NOFILE_WANTED if hard == resource.RLIM_INFINITY else min(NOFILE_WANTED, hard)
+    # not run on macOS yet; above OPEN_MAX setrlimit is EINVAL there
+    most = 10_240 if sys.platform == "darwin" else NOFILE_WANTED
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    if sys.platform == "darwin":  # not run on macOS yet; above OPEN_MAX setrlimit is EINVAL there
-        wanted = min(wanted, 10_240)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
