@@ -66,6 +66,15 @@ class Connection:
             data += some
         return bytes(data)
 
+    def ended(self) -> bool:
+        """Tell, without waiting, whether the peer has closed the connection and left nothing to read."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     async def write(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one message; the descriptors go with its first bytes."""
         await asyncio.wait_for(self._write(message, fds), MESSAGE_SECONDS)

@@ -164,6 +164,9 @@ class Handlers:
                 if session.role != "worker" or session.model is not None:
                     raise ProtocolError("attach is for a worker that is not attached yet")
                 model = await self._models.open(message)
+                if connection.ended():  # it lives, so a session given to it now would never end
+                    log.info("attach_given_up session=%s", session.id.hex())
+                    return True
                 attached = self._attach(session, model, message)
                 assert session.page is not None
                 directory, *slabs = model.arena.share_fds()
@@ -183,19 +186,23 @@ class Handlers:
         layout = PageLayout(quota, len(model.layers), model.index.experts)
         self._ledger.take("page", layout.nbytes, "the page of one more worker")
         try:
-            session.page = WorkerPage(layout, create(layout.nbytes, workers_write=True))
+            page = WorkerPage(layout, create(layout.nbytes, workers_write=True))
+            try:
+                session.death = DeathWatch(
+                    self._loop,
+                    session.connection,
+                    session.peer.pid,
+                    lambda: self._session_over(session, "died"),
+                )
+            except BaseException:
+                page.close()
+                raise
         except BaseException:
             self._ledger.give("page", layout.nbytes)
             raise
-        session.model = model
+        session.model, session.page = model, page
         model.sessions.append(session)
-        model.cache.add(session.id, session.page.holder())
-        session.death = DeathWatch(
-            self._loop,
-            session.connection,
-            session.peer.pid,
-            lambda: self._session_over(session, "died"),
-        )
+        model.cache.add(session.id, page.holder())
         self._flush(model)
         log.info(
             "session_attached session=%s pid=%d name=%r model=%s quota=%d",

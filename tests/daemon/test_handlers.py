@@ -301,3 +301,32 @@ def test_a_length_of_0_is_no_hello(short_dir: Path, run: Run) -> None:
             assert daemon.handlers.sessions == {}
 
     run(main())
+
+
+def test_who_gave_up_before_its_model_was_open_gets_no_session(
+    short_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process lives, so the session would keep its quota for as long: a few, and nobody fits."""
+
+    async def main() -> None:
+        async with small_daemon(short_dir) as daemon:
+            opening, opened = asyncio.Event(), asyncio.Event()
+
+            async def open_slowly(request: Attach) -> None:
+                opening.set()
+                await opened.wait()
+
+            attached: list[object] = []
+            monkeypatch.setattr(daemon.handlers._models, "open", open_slowly)
+            monkeypatch.setattr(daemon.handlers, "_attach", lambda *given: attached.append(given))
+            async with daemon.client() as client:
+                await daemon.hello(client, "worker")
+                await client.send(framed(codec.encode(_attach_request("/"))))
+                await opening.wait()
+            opened.set()
+            async with asyncio.timeout(5):
+                while daemon.handlers.sessions:
+                    await asyncio.sleep(0.001)
+            assert attached == []
+
+    run(main())
