@@ -121,6 +121,9 @@ class FakeExperts:
     def resident(self, layer: int) -> npt.NDArray[np.bool_]:
         return self.arena.directory[layer] != 0
 
+    def is_whole(self, layer: int) -> bool:
+        return False
+
     def pin(self, layer: int, experts: Ints, phase: Phase) -> U64:
         self.pins += 1
         assert 0 < len(experts) <= self.quota
@@ -191,7 +194,7 @@ class FakeExperts:
     def begin_pass(self) -> None:
         assert not self._held
 
-    def end_pass(self, tokens: int, phase: Phase) -> None:
+    def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None:
         assert not self._held
         self.passes.append((tokens, phase))
 

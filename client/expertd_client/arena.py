@@ -123,6 +123,17 @@ class Arena:
     def directory_fd(self) -> int:
         return self._fds[0]
 
+    def first_slot(self, layer: int) -> int | None:
+        """Return the slot of expert 0 of a layer whose slab has room for all its experts (rule 20).
+
+        Expert e of the layer then lives in slot `first_slot + e` for as long as this arena does. None
+        for a slab that evicts.
+        """
+        slab, experts = self.slab_of_layer[layer], self.source.experts
+        if self.slabs[slab].layout.slots < self.slab_of_layer.count(slab) * experts:
+            return None
+        return self.slab_of_layer[:layer].count(slab) * experts
+
     def close(self) -> None:
         """Give everything back: arrays, then maps, then descriptors; idempotent and silent.
 

@@ -153,6 +153,13 @@ class Client:
         present: npt.NDArray[np.bool_] = directory[layer] != 0
         return present
 
+    def is_whole(self, layer: int) -> bool:
+        """Tell whether all experts of `layer` are in memory for as long as the arena is (rule 20).
+
+        Then expert e is in slot `arena.first_slot(layer) + e`, and nothing needs to be pinned.
+        """
+        return self._attached().is_whole(layer)
+
     # --- pins ------------------------------------------------------------------------------------
     def pin(self, layer: int, experts: Ints, phase: Phase) -> U64:
         """Pin `experts` of `layer` (unique ids) and return their directory words, all non-zero.
@@ -213,9 +220,17 @@ class Client:
             self._next_try = time.monotonic() + PASS_PAUSE_SECONDS
             log.debug("no new daemon yet path=%s error=%s", self._path, exc)
 
-    def end_pass(self, tokens: int, phase: Phase) -> None:
-        """Count one forward pass of `tokens` tokens, the whole batch included."""
-        self._attached().count(phase, {Counter.PASSES: 1, Counter.TOKENS: tokens})
+    def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None:
+        """Count one forward pass of `tokens` tokens, the whole batch included.
+
+        Args:
+            hits: routed pairs of layers that are complete, which were used without a pin.
+            hit_bytes: the bytes of their experts.
+        """
+        grown = {Counter.PASSES: 1, Counter.TOKENS: tokens}
+        if hits:
+            grown |= {Counter.LOOKUPS: hits, Counter.HITS: hits, Counter.HIT_BYTES: hit_bytes}
+        self._attached().count(phase, grown)
 
     def report_resident_bytes(self, n: int) -> None:
         """Tell the daemon how many bytes of weights this worker keeps for itself."""

@@ -64,6 +64,8 @@ class Pins:
         self._version = 0
         self._rows = tuple(arena.directory)
         self._expert_bytes = arena.source.expert_bytes
+        self._first_slots = [arena.first_slot(layer) for layer in range(layers)]
+        self._whole = [False] * layers
         self._seen: U64 = np.zeros(0, np.uint64)  # second read of a `hold` that returned None
         self._windows: dict[tuple[int, int], Window] = {}
         self._hazards = page.hazards
@@ -129,6 +131,16 @@ class Pins:
                 f"layer {layer}, experts {low} to {high} wanted; the model has "
                 f"{self._layers} MoE layers of {self._experts} experts"
             )
+
+    def is_whole(self, layer: int) -> bool:
+        """Rule 20: tell whether all experts of `layer` are in memory for good."""
+        first = self._first_slots[layer]
+        if first is not None and not self._whole[layer]:
+            words = self._rows[layer].copy()
+            fence()  # the experts are read after their words
+            home = np.arange(first, first + self._experts)
+            self._whole[layer] = bool((word_slots(words) == home).all())
+        return self._whole[layer]
 
     def missing(self, n: int) -> Ints:
         """Return the positions of the last `hold` that are not pinned, and clear their hazards."""

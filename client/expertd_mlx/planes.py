@@ -74,6 +74,10 @@ class PlaneView(Protocol):
         """Return one contiguous array per part whose row i is the expert of `words[i]`."""
         ...
 
+    def whole(self, layer: int) -> Sequence[mx.array] | None:
+        """Return one array `[experts, ...]` per part when they lie in order in the slab, else None."""
+        ...
+
     def close(self) -> None:
         """Let go of the memory. Everything computed from it has been evaluated."""
         ...
@@ -132,6 +136,8 @@ class MapView:
             tuple(slabs[layers.slab_of[layer]][i] for i in parts)
             for layer, parts in enumerate(layers.parts)
         ]
+        #: The layers' own rows of the planes; made once, when a layer is first found complete.
+        self._whole: list[Sequence[mx.array] | None] = [None] * len(part_names)
 
     def _planes(self, slab: SlabMap) -> list[mx.array]:
         if sys.platform == "darwin":
@@ -150,12 +156,21 @@ class MapView:
     def pinned(self, layer: int, words: U64) -> tuple[Sequence[mx.array], Ints]:
         return self._planes_of_layer[layer], word_slots(words)
 
+    def whole(self, layer: int) -> Sequence[mx.array] | None:
+        if self._whole[layer] is None and (first := self._arena.first_slot(layer)) is not None:
+            stop = first + self._arena.directory.shape[1]
+            arrays = tuple(plane[first:stop] for plane in self._planes_of_layer[layer])
+            mx.eval(arrays)
+            self._whole[layer] = arrays
+        return self._whole[layer]
+
     def compact(self, layer: int, words: U64) -> Sequence[mx.array]:
         rows = mx.array(word_slots(words).astype(np.uint32))
         return [mx.take(plane, rows, axis=0) for plane in self._planes_of_layer[layer]]
 
     def close(self) -> None:
         self._planes_of_layer = []
+        self._whole = []
         del self._arena
         for overlay in self._overlays:
             overlay.undo()  # type: ignore[attr-defined]
@@ -218,6 +233,9 @@ class CopyView:
     def compact(self, layer: int, words: U64) -> Sequence[mx.array]:
         n = self._fill(layer, words)
         return [array[:n] for array in self._arrays_of_layer[layer]]  # leading rows: contiguous
+
+    def whole(self, layer: int) -> Sequence[mx.array] | None:
+        return None  # its bank is smaller than the layer, and rewritten by the next pin
 
     def close(self) -> None:
         self._arrays_of_layer = []

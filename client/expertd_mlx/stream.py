@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,11 +46,12 @@ class Experts(Protocol):
     def quota(self) -> int: ...
     def attach(self, source: ModelSource, *, quota_min: int, quota_wanted: int) -> Arena: ...
     def resident(self, layer: int) -> npt.NDArray[np.bool_]: ...
+    def is_whole(self, layer: int) -> bool: ...
     def pin(self, layer: int, experts: Ints, phase: Phase) -> U64: ...
     def verify(self) -> bool: ...
     def unpin(self) -> None: ...
     def begin_pass(self) -> None: ...
-    def end_pass(self, tokens: int, phase: Phase) -> None: ...
+    def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None: ...
     def drop_old_arenas(self) -> None: ...
     def report_resident_bytes(self, n: int) -> None: ...
     def close(self) -> None: ...
@@ -73,6 +75,11 @@ class Stream:
         self._part_names = [[part.name for part in layer.parts] for layer in layers]
         self._outstanding: mx.array | None = None
         self._holds_pins = False
+        #: Outputs of complete layers, one of each of the last passes: what reads the arena and may
+        #: not be evaluated yet. mlx-lm builds one pass while another runs, never more.
+        self._lazy: deque[mx.array] = deque(maxlen=4)
+        self._whole_output: mx.array | None = None
+        self._whole_hits = self._whole_bytes = 0
         #: Called when the arena goes: every layer lets go of its arrays.
         self.unbind: list[Callable[[], None]] = []
 
@@ -132,6 +139,8 @@ class Stream:
             client.close()
 
     def _close_view(self) -> None:
+        mx.eval(list(self._lazy))
+        self._lazy.clear()
         for unbind in self.unbind:
             unbind()
         if self._view is not None:
@@ -179,6 +188,18 @@ class Stream:
         self._holds_pins = False
         self.client.unpin()
 
+    # --- complete layers (rule 20) -------------------------------------------------------------
+    def whole(self, layer: int) -> Sequence[mx.array] | None:
+        """Return the layer's experts as one array per part when all are in memory for good."""
+        return self.view.whole(layer) if self.client.is_whole(layer) else None
+
+    def note_whole(self, output: mx.array, pairs: int, expert_bytes: int) -> mx.array:
+        """Remember the lazy output of a complete layer, and count what it used."""
+        self._whole_output = output
+        self._whole_hits += pairs
+        self._whole_bytes += pairs * expert_bytes
+        return output
+
     # --- passes ------------------------------------------------------------------------------
     def run_pass(self, forward: Callable[[], Any], cache: Any, tokens: int, phase: Phase) -> Any:
         """Run one forward pass so that its result is exact, or raise.
@@ -205,13 +226,20 @@ class Stream:
                 self._abandon()
                 before.restore()
                 raise
-            client.end_pass(tokens, phase)
+            hits, nbytes = self._whole_hits, self._whole_bytes
+            self._whole_hits = self._whole_bytes = 0
+            client.end_pass(tokens, phase, hits, nbytes)
+            if self._whole_output is not None:
+                self._lazy.append(self._whole_output)
+                self._whole_output = None
             return output
         raise AssertionError("unreachable")
 
     def _abandon(self) -> None:
         """End a pass that failed: nothing it built may read a slot after its pin is gone."""
         outstanding, self._outstanding = self._outstanding, None
+        self._whole_output = None
+        self._whole_hits = self._whole_bytes = 0
         try:
             if outstanding is not None:
                 mx.eval(outstanding)

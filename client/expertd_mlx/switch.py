@@ -41,16 +41,18 @@ class Projection:
     """Stands where the family expects a SwitchLinear, outside of MLX's parameter tree.
 
     Passes on to the real one, with the `sorted_indices` that the resident run would effectively
-    get: the family decides by the pairs of one call, and a wave has fewer than the layer.
+    get: the family decides by the pairs of one call, and a wave has fewer than the layer. `promise`
+    None leaves the decision to the family, for calls that are those of the resident run.
     """
 
     def __init__(self, linear: nn.Module, quantized: bool) -> None:
         self.linear = linear
         self.quantized = quantized
-        self.promise = False
+        self.promise: bool | None = False
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        out: mx.array = self.linear(x, indices, sorted_indices=self.promise)
+        promise = sorted_indices if self.promise is None else self.promise
+        out: mx.array = self.linear(x, indices, sorted_indices=promise)
         return out
 
 
@@ -74,6 +76,7 @@ class StreamedLayer:
         #: Dtypes that MLX would convert, for every slot and on every call, to the activations'
         #: dtype.
         self._dtypes = dtypes
+        self._expert_bytes = expert_bytes
         self._wave_experts = max(1, MAX_WAVE_BYTES // expert_bytes)
         self._bound: Sequence[mx.array] | None = None
         self._rows = np.zeros(stream.experts, np.uint32)
@@ -83,6 +86,12 @@ class StreamedLayer:
     def __call__(self, run: Run, x: mx.array, indices: mx.array) -> mx.array:
         """Return `run(x, indices)` as if all experts were resident."""
         stream = self.stream
+        if (whole := stream.whole(self.index)) is not None:
+            # All of them are, for good (rule 20): the resident run itself, lazy and unpinned.
+            self._bind(whole)
+            for projection in self.projections:
+                projection.promise = None
+            return stream.note_whole(run(x, indices), indices.size, self._expert_bytes)
         ids = stream.read_back(indices)
         counts = self._count(ids)
         if ids.size < SORT_PAIRS and self._dtypes <= {x.dtype}:
@@ -93,7 +102,8 @@ class StreamedLayer:
                 if len(words) == len(experts):
                     arrays, rows = stream.view.pinned(self.index, words)
                     self._rows[experts] = rows
-                    self._bind(arrays, promise=None)
+                    self._bind(arrays)
+                    self._promise(None)
                     return stream.hold(run(x, mx.array(self._rows[ids])))
                 stream.release()  # re-attached with a smaller quota
         elif not self._dtypes <= {x.dtype} and not self._warned:
@@ -114,14 +124,16 @@ class StreamedLayer:
             )
         return np.bincount(ids.reshape(-1), minlength=experts)
 
-    def _bind(self, arrays: Sequence[mx.array], promise: Waves | None) -> None:
+    def _bind(self, arrays: Sequence[mx.array]) -> None:
         if arrays is not self._bound:
             for (module, name), array in zip(self._targets, arrays, strict=True):
                 module[name] = array
             self._bound = arrays
+
+    def _promise(self, waves: Waves | None) -> None:
         for projection in self.projections:
-            projection.promise = promise is not None and takes_sorted_kernel(
-                promise.pairs, self.stream.experts, projection.quantized
+            projection.promise = waves is not None and takes_sorted_kernel(
+                waves.pairs, self.stream.experts, projection.quantized
             )
 
     def _unbind(self) -> None:
@@ -141,7 +153,8 @@ class StreamedLayer:
             words = stream.pin(self.index, waves.experts[first : first + most])
             stop = first + len(words)
             arrays = stream.view.compact(self.index, words)
-            self._bind(arrays, promise=waves)
+            self._bind(arrays)
+            self._promise(waves)
             try:
                 piece = self._run_rows(run, flat, indices.shape[-1], waves, first, stop)
             finally:
