@@ -1,8 +1,9 @@
 """What to read, in which pieces and in which order. Pure: no clock, no file, no thread.
 
 `coalesce` turns the experts that are wanted into reads in file order: neighbours become one read, big
-pieces several. `ReadQueue` orders them: demand before prefill before prefetch, and within each of
-these fair between sessions by bytes, so that one session's prefill cannot starve another's.
+pieces several. `ReadQueue` orders them: demand before prefill before prefetch, but none waits for ever,
+and within each of these fair between sessions by bytes, so that one session's prefill cannot starve
+another's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from expertd_protocol.ids import ExpertKey
 MAX_SEGMENTS = 1024
 #: Bytes a session may read before the next one has its turn.
 QUANTUM_BYTES = 1 << 20
+#: Reads in a row that may go before one of less priority. Without a limit, workers that decode from a
+#: busy disk would hold up another's prefill until its deadline.
+PASSED_OVER_MOST = 8
 
 
 class Priority(IntEnum):
@@ -152,6 +156,7 @@ class ReadQueue(Generic[T]):
         self._waiting: dict[Priority, dict[bytes, deque[T]]] = {p: {} for p in Priority}
         self._turns: dict[Priority, deque[bytes]] = {p: deque() for p in Priority}
         self._deficits: dict[Priority, dict[bytes, int]] = {p: {} for p in Priority}
+        self._passed_over = dict.fromkeys(Priority, 0)
         self._length = 0
 
     def __len__(self) -> int:
@@ -175,22 +180,31 @@ class ReadQueue(Generic[T]):
 
     def pop(self) -> T | None:
         """Take the read that goes next, or None when nothing waits."""
-        for priority in Priority:
-            turns, deficits = self._turns[priority], self._deficits[priority]
-            while turns:
-                session = turns[0]
-                waiting = self._waiting[priority][session]
-                if deficits[session] < waiting[0].nbytes:
-                    deficits[session] += self._quantum
-                    turns.rotate(-1)
-                    continue
-                item = waiting.popleft()
-                deficits[session] -= item.nbytes
-                if not waiting:  # an idle session saves nothing up
-                    self._forget(priority, session)
-                self._length -= 1
-                return item
-        return None
+        waiting = [priority for priority in Priority if self._turns[priority]]
+        if not waiting:
+            return None
+        late = [p for p in waiting if self._passed_over[p] >= PASSED_OVER_MOST]
+        chosen = late[0] if late else waiting[0]
+        for priority in waiting:
+            self._passed_over[priority] += priority > chosen
+        self._passed_over[chosen] = 0
+        return self._next(chosen)
+
+    def _next(self, priority: Priority) -> T:
+        turns, deficits = self._turns[priority], self._deficits[priority]
+        while True:
+            session = turns[0]
+            waiting = self._waiting[priority][session]
+            if deficits[session] >= waiting[0].nbytes:
+                break
+            deficits[session] += self._quantum
+            turns.rotate(-1)
+        item = waiting.popleft()
+        deficits[session] -= item.nbytes
+        if not waiting:  # an idle session saves nothing up
+            self._forget(priority, session)
+        self._length -= 1
+        return item
 
     def cancel(self, predicate: Callable[[T], bool]) -> list[T]:
         """Take out and return every waiting read for which `predicate` holds."""

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertd.store.header import Identity
-from expertd.store.plan import MAX_SEGMENTS, Fill, Piece, Priority, ReadQueue, coalesce
+from expertd.store.plan import (
+    MAX_SEGMENTS,
+    PASSED_OVER_MOST,
+    Fill,
+    Piece,
+    Priority,
+    ReadQueue,
+    coalesce,
+)
 from expertd.store.platform import ReadMode, Source
 from expertd_protocol.ids import ExpertKey
 
@@ -183,6 +191,20 @@ def test_demand_goes_before_prefill_before_prefetch() -> None:
     assert [item.priority for item in drain(queue)] == [0, 1, 1, 2]
     assert len(queue) == 0
     assert queue.pop() is None
+
+
+def test_no_read_waits_for_ever_behind_those_of_more_priority() -> None:
+    queue: ReadQueue[Item] = ReadQueue()
+    for priority in Priority:
+        for _ in range(100):
+            queue.push(Item(b"%d" % priority, 10, priority))
+    order = [item.priority for item in drain(queue)]
+
+    while_all_wait = order[:90]
+    assert order[:PASSED_OVER_MOST] == [Priority.DEMAND] * PASSED_OVER_MOST
+    assert while_all_wait.count(Priority.DEMAND) >= 70
+    assert while_all_wait.count(Priority.PREFILL) >= 8
+    assert while_all_wait.count(Priority.PREFETCH) >= 8
 
 
 def test_one_session_keeps_its_order() -> None:
