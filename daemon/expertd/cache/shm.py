@@ -17,10 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 
+from expertd.cache.headroom import headroom
 from expertd_protocol.errors import OutOfMemory
 
 #: PSHMNAMLEN of XNU is 31 with the slash (D17).
 SHM_NAME_MAX_BYTES = 30
+#: So little is taken without asking what is left, which takes a millisecond.
+_UNASKED_BYTES = 1 << 20
 _UNMAP_SECONDS = 0.5
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, since 5.1; not in Python's fcntl
 
@@ -74,9 +77,20 @@ def create(nbytes: int, *, workers_write: bool = False) -> SharedMemory:
     return _create_linux(nbytes, workers_write)
 
 
+def _no_memory(nbytes: int, why: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"the system has no {nbytes:,} bytes of shared memory left ({why}); "
+        "give a smaller budget, or in a container raise its memory limit"
+    )
+
+
 def _create_linux(nbytes: int, workers_write: bool) -> SharedMemory:
     if sys.platform == "darwin":
         raise AssertionError("the other one is for macOS")
+    if (
+        nbytes > _UNASKED_BYTES and nbytes > headroom()
+    ):  # the kernel would not refuse, it would kill
+        raise _no_memory(nbytes, "not available now")
     try:
         fd = os.memfd_create("expertd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
@@ -93,10 +107,7 @@ def _create_linux(nbytes: int, workers_write: bool) -> SharedMemory:
     except OSError as exc:
         os.close(fd)
         if exc.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise OutOfMemory(
-                f"the system has no {nbytes:,} bytes of shared memory left ({exc.strerror}); "
-                "give a smaller budget, or in a container raise its memory limit"
-            ) from exc
+            raise _no_memory(nbytes, str(exc.strerror)) from exc
         raise
     with contextlib.suppress(OSError):  # older kernels: the read-only descriptor alone protects
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
