@@ -268,12 +268,18 @@ class Handlers:
                 session.model.cache.request(session.id, request, self._clock())
                 self._flush(session.model)
             else:
-                self._send(peer, codec.encode(self._control(codec.decode(payload))))
+                self._reply(peer, codec.encode(self._control(codec.decode(payload))))
         except ExpertdError as exc:
             if miss:
-                self._send(peer, codec.encode_reply(MissError(seq, exc.code, exc.message)))
+                self._reply(peer, codec.encode_reply(MissError(seq, exc.code, exc.message)))
             else:
-                self._send(peer, codec.encode(Failure(code=exc.code, message=exc.message)))
+                self._reply(peer, codec.encode(Failure(code=exc.code, message=exc.message)))
+
+    def _reply(self, peer: bytes, payload: bytes) -> None:
+        """Send an answer; a session that it does not reach is cut, and so never waits for it (D06)."""
+        session = self.sessions.get(SessionId(peer))
+        if not self._send(peer, payload) and session is not None:
+            self._cut(session)
 
     def _control(self, message: AnyMessage) -> Message:
         match message:
@@ -321,7 +327,11 @@ class Handlers:
         return self.router.send(peer, payload)
 
     def _cut(self, session: Session) -> None:
-        """A worker that does not take its answers gets EOF: it attaches again when it runs again."""
+        """A peer that does not take its answers gets EOF: it attaches again when it runs again."""
+        if session.cut:
+            return
+        session.cut = True
+        log.warning("session_cut session=%s reason=answers_unread", session.id.hex())
         try:
             session.connection.shutdown(socket.SHUT_RDWR)
         except OSError as exc:

@@ -62,7 +62,7 @@ class Router:
         try:
             self._socket.send_multipart((peer, payload), zmq.DONTWAIT)
         except zmq.Again:
-            log.warning("peer_stuck session=%s unread=%d", peer.hex(), SEND_HIGH_WATER)
+            log.debug("peer_stuck session=%s unread=%d", peer.hex(), SEND_HIGH_WATER)
             return False
         except zmq.ZMQError as exc:
             log.info("peer_unreachable session=%s reason=%s", peer.hex(), exc)

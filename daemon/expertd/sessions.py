@@ -98,6 +98,8 @@ class Session:
     model: Model | None = None
     page: WorkerPage | None = None
     serving: bool = True
+    #: Its connection was ended from here.
+    cut: bool = False
     death: DeathWatch | None = None
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
 

@@ -100,6 +100,7 @@ def _create_linux(nbytes: int, workers_write: bool) -> SharedMemory:
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         if workers_write:
+            os.fchmod(fd, 0o600)  # a memfd is 0777 at first
             return SharedMemory(fd, nbytes, fd)
         os.fchmod(fd, 0o400)  # no second way in by opening /proc/<pid>/fd again
         share_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
