@@ -7,7 +7,9 @@ for every generation, which would wire the whole arena in every worker (mlx-lm#1
 
 from __future__ import annotations
 
+import importlib
 import os
+import resource
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -19,6 +21,26 @@ CACHE_LIMIT_ENV = "EXPERTD_MLX_CACHE_MB"
 DEFAULT_CACHE_LIMIT_MB = 256
 #: KV cache and activations are wired beside the weights.
 WIRED_HEADROOM_BYTES = 2 << 30
+#: What mlx-lm sets RLIMIT_NOFILE to when it is imported: the soft limit to 2048, the hard one to this.
+MLX_LM_OPEN_FILES = 4096
+
+
+def import_mlx_lm() -> None:
+    """Import mlx-lm, which fails where it may not set its limit of open files (D25).
+
+    Raises:
+        BadConfig: the process may not have that many.
+    """
+    try:
+        importlib.import_module("mlx_lm")
+    except ValueError as exc:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if hard == resource.RLIM_INFINITY or hard >= MLX_LM_OPEN_FILES:
+            raise
+        raise BadConfig(
+            f"mlx-lm needs a limit of {MLX_LM_OPEN_FILES} open files, this process may have {hard} at "
+            f"most; start it where `ulimit -Hn` says {MLX_LM_OPEN_FILES} or more"
+        ) from exc
 
 
 def bound_free_buffers() -> None:

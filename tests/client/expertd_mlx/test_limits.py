@@ -1,5 +1,9 @@
 """What MLX may keep to itself."""
 
+import os
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 from mlx_lm import utils
@@ -43,3 +47,26 @@ def test_a_wrong_cache_limit_is_an_error(text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(limits.CACHE_LIMIT_ENV, text)
     with pytest.raises(BadConfig, match="whole number"):
         limits.bound_free_buffers()
+
+
+def test_too_low_a_limit_of_open_files_is_one_sentence_with_the_numbers_D25() -> None:
+    """mlx-lm sets the hard limit to 4096 when it is imported; raising it takes a privileged process."""
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
+        "def refuse(*args): raise ValueError('not allowed to raise maximum limit')\n"
+        "resource.setrlimit = refuse\n"
+        "from expertd_protocol.errors import BadConfig\n"
+        "try:\n"
+        "    import expertd_mlx\n"
+        "except BadConfig as exc:\n"
+        "    print(exc)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "a limit of 4096 open files, this process may have 1024 at most" in done.stdout
