@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import resource
@@ -148,3 +149,20 @@ def test_importing_the_daemon_starts_nothing_D10() -> None:
 def test_the_version_of_the_daemon_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert expertd.__version__ == expertd_protocol.__version__ == project["version"]
+
+
+def test_the_daemon_never_forks_D13() -> None:
+    """A child of a process with a running loop would share its epoll."""
+    forks = {"fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "popen"}
+    found = []
+    for path in Path(expertd.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(n.split(".")[0] in ("subprocess", "multiprocessing", "pty") for n in names):
+                found.append((path.name, names))
+            if isinstance(node, ast.Attribute) and node.attr in forks:
+                found.append((path.name, [node.attr]))
+
+    assert found == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
 import socket
 import stat
@@ -345,3 +346,12 @@ def test_a_closed_router_ignores_what_the_loop_still_does(short_dir: Path, run: 
         await asyncio.sleep(0)
 
     run(main())
+
+
+def test_every_socket_is_a_router_or_a_dealer_D11() -> None:
+    """The thread-safe kinds (CLIENT, SERVER, RADIO, ...) have no FD that a loop could watch."""
+    root = Path(__file__).parents[2]
+    sources = [p for top in ("daemon", "client") for p in (root / top).rglob("*.py")]
+    kinds = {k for p in sources for k in re.findall(r"\.socket\(\s*(zmq\.\w+)", p.read_text())}
+
+    assert kinds == {"zmq.ROUTER", "zmq.DEALER"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -145,6 +147,25 @@ def test_the_lock_is_private_and_not_inherited(short_dir: Path) -> None:
     with umask(0), closing(RunLock(short_dir / "lock")) as lock:
         assert _mode(short_dir / "lock") == 0o600
         assert not os.get_inheritable(lock._fd)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF])
+def test_a_file_system_without_locks_is_named_and_nothing_stays_open_E18(
+    number: int, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = os.dup(0)
+    os.close(before)
+
+    with pytest.raises(UnsafePath, match=r"lock cannot be locked .* must be on a local disk"):
+        RunLock(short_dir / "lock")
+
+    after = os.dup(0)
+    os.close(after)
+    assert before == after
 
 
 @pytest.mark.parametrize("what", ["link", "directory"])

@@ -64,6 +64,20 @@ def test_each_row_is_the_expert_that_was_asked_for(view: str, slab: FakeSlab) ->
         assert compact[i] == b"".join(wanted)
 
 
+@pytest.mark.parametrize("view", ["map", "copy"])
+def test_kernels_only_ever_get_row_contiguous_arrays_B06(view: str, slab: FakeSlab) -> None:
+    """A sorted gather on a slice of each row is silently wrong on Metal (ml-explore/mlx#4055)."""
+    opened = open_view(view, arena(slab), [NAMES], quota=3)
+
+    for arrays in (opened.pinned(0, words(2, 0))[0], opened.compact(0, words(2, 0))):
+        mx.eval(arrays)
+        for array, part in zip(arrays, PARTS, strict=True):
+            if part.dtype != "BF16":  # numpy has none
+                assert np.array(array, copy=False).flags.c_contiguous, part.name
+    del arrays, array
+    opened.close()
+
+
 def test_map_sees_what_the_daemon_writes_later_because_nothing_is_copied(slab: FakeSlab) -> None:
     view = MapView(arena(slab), [NAMES])
     arrays, _ = view.pinned(0, words(1))

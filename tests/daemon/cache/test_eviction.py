@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from expertd.cache.eviction import AGE_AFTER, MAX_DELTA, AgedUse
 from expertd_protocol.layout import U32
+from tests.fakes import GRACE, FakeArena
 
 EXPERTS = 6
 
@@ -134,3 +135,23 @@ def test_no_page_breaks_the_policy_F8(looks: list[tuple[list[int], ...]]) -> Non
         assert (policy.heat <= MAX_DELTA * len(looks)).all()
         assert (policy.last_ms <= latest).all()
     assert sorted(_order(policy, [3, 1, 5])) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("which", [-1, 1])
+def test_victims_do_not_depend_on_the_order_in_which_reads_end_E21(which: int) -> None:
+    def residents(which: int) -> list[list[int]]:
+        arena = FakeArena(experts=12, slots=7)
+        worker = arena.worker(quota=3)
+        history = []
+        for n in range(12):
+            worker.pin(n % 2, tuple((5 * n + i) % 12 for i in range(3)))
+            while worker.asked:
+                while arena.reading:
+                    arena.finish_read(min(which, len(arena.reading) - 1))
+                arena.advance(GRACE)
+            worker.unpin()
+            history.append(np.flatnonzero(arena.directory).tolist())
+        return history
+
+    assert residents(which) == residents(0)
+    assert len({tuple(one) for one in residents(0)}) > 6

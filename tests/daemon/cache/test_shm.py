@@ -9,6 +9,7 @@ import fcntl
 import gc
 import mmap
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,31 @@ def test_descriptors_are_closed_on_exec(workers_write: bool) -> None:
     with created(PAGE, workers_write=workers_write) as memory:
         assert not os.get_inheritable(memory.share_fd)
         assert not os.get_inheritable(memory._fd)
+
+
+ATTACHER = """
+import mmap, sys
+fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
+view = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+sys.exit(0 if view[:5] == b"still" else 1)
+"""
+
+
+@pytest.mark.parametrize("workers_write", [False, True])
+def test_a_process_that_mapped_it_and_exits_takes_nothing_away_D15(workers_write: bool) -> None:
+    with created(PAGE, workers_write=workers_write) as memory:
+        memory.buffer[:5] = b"still"
+        for _ in range(2):
+            attacher = [sys.executable, "-c", ATTACHER, str(memory.share_fd), str(PAGE)]
+            assert subprocess.run(attacher, pass_fds=[memory.share_fd], check=False).returncode == 0
+        assert os.fstat(memory.share_fd).st_size == PAGE
+        assert memory.buffer[:5] == b"still"
+
+
+@linux
+def test_a_page_is_for_its_owner_alone_D05() -> None:
+    with created(PAGE, workers_write=True) as memory:
+        assert os.fstat(memory.share_fd).st_mode & 0o777 == 0o600
 
 
 def test_closing_with_a_view_left_is_an_error_and_not_a_crash_D16() -> None:
@@ -297,6 +323,29 @@ def test_macos_a_name_that_is_taken_is_never_used(
     assert darwin.names == ["expertd-0000000000000000"]
 
 
+@pytest.mark.parametrize("workers_write", [False, True])
+def test_macos_an_object_is_only_ever_mapped_and_with_its_length_D19(
+    workers_write: bool, darwin: FakeShm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """write() to such an object fails there, and a length of 0 is EINVAL."""
+    for call in ("write", "writev", "pwrite", "pwritev", "read", "pread", "preadv", "sendfile"):
+        monkeypatch.setattr(os, call, _fails_with(errno.ENXIO))
+    lengths: list[int] = []
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, fd: int, length: int, *args: int) -> Mapping:
+            lengths.append(length)
+            return super().__new__(cls, fd, length, *args)
+
+    monkeypatch.setattr(shm.mmap, "mmap", Mapping)
+
+    memory = darwin.create(3 * PAGE, workers_write=workers_write)
+    memory.buffer[2 * PAGE] = 1
+    memory.close()
+
+    assert lengths == [3 * PAGE]
+
+
 @pytest.mark.parametrize("failing", ["open", "second open", "ftruncate", "mmap"])
 def test_macos_a_failure_leaves_no_name_and_no_descriptor(
     failing: str, darwin: FakeShm, monkeypatch: pytest.MonkeyPatch
@@ -326,6 +375,21 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def test_no_map_leaves_its_length_to_the_system_D19() -> None:
+    calls = [
+        (path.name, node)
+        for top in ("protocol", "daemon", "client")
+        for path in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mmap.mmap"
+    ]
+    assert {name for name, _ in calls} >= {"shm.py", "arena.py", "reader.py"}
+
+    for name, call in calls:
+        assert len(call.args) >= 2, name
+        assert ast.unparse(call.args[1]) != "0", name
 
 
 def test_nothing_uses_multiprocessing_shared_memory_D15() -> None:
