@@ -27,6 +27,8 @@ from expertd_protocol.layout import (
     Phase,
     check_range,
     pack_word,
+    word_slabs,
+    word_slots,
 )
 from expertd_protocol.messages import Miss, MissError, MissReply
 
@@ -82,6 +84,8 @@ class Holder:
     last_use: U32
     seen: U32
     waiting: dict[int, Waiting] = field(default_factory=dict)
+    #: Number of its latest request.
+    seq: int = 0
     #: Answered, but the worker has not yet said that it holds the slots itself.
     grants: deque[tuple[int, list[tuple[int, int]]]] = field(default_factory=deque)
 
@@ -180,6 +184,7 @@ class ExpertCache:
         self._drop_given_up(holder, now)
         self._check(holder, request)
         self._release_grants(holder, request.seq)
+        holder.seq = request.seq
         phase = Phase(request.phase)
         slab = self.slab_of_layer[request.layer]
         table = self.tables[slab]
@@ -303,8 +308,8 @@ class ExpertCache:
             check_range("expert", expert, 0, experts)
         if len(set(request.experts)) != len(request.experts):
             raise ProtocolError(f"an expert stands twice in request {request.seq}")
-        if request.seq in holder.waiting:
-            raise ProtocolError(f"request {request.seq} is already being served")
+        if request.seq <= holder.seq:  # else older grants would never end
+            raise ProtocolError(f"request {request.seq} came after {holder.seq}; numbers only grow")
         if len(holder.waiting) >= self._max_in_flight:
             raise TooManyInFlight(
                 f"{len(holder.waiting)} requests of this session wait already, "
@@ -361,6 +366,8 @@ class ExpertCache:
             return
         for holder in self.holders.values():
             self._release_grants(holder, None, acknowledged_only=True)
+            if self._claims_too_much(holder):
+                self._revoke(holder, now)
             self._observe(holder, now)
         self._fence()  # an acknowledged reply's hazards are visible from here on
         pinned = np.zeros(len(table), bool)
@@ -457,6 +464,29 @@ class ExpertCache:
                 self._waiters.pop(key, None)
         for slab, slot in waiting.granted:
             self.tables[slab].grants[slot] -= 1
+
+    def _claims_too_much(self, holder: Holder) -> bool:
+        """Tell whether hazards, grants and requests name more experts than the quota: a hostile page.
+
+        An honest worker passes its quota with requests it has given up, and with grants that it
+        acknowledged after we looked; neither is worth anything to it.
+        """
+        granted = [g for _, slots in holder.grants for g in slots]
+        granted += [g for w in holder.waiting.values() for g in w.granted]
+        missing = sum(len(w.missing) for w in holder.waiting.values())
+        hazards = holder.hazards[holder.hazards != 0]
+        if len(granted) + missing + len(hazards) <= holder.quota:
+            return False
+        named = zip(word_slabs(hazards).tolist(), word_slots(hazards).tolist(), strict=True)
+        return len({*granted, *named}) + missing > holder.quota
+
+    def _revoke(self, holder: Holder, now: float) -> None:
+        """Leave a session only its hazards, so that quotas add up and nobody waits for ever (rule 2)."""
+        error = QuotaExceeded("this session holds and waits for more experts than its quota")
+        for waiting in list(holder.waiting.values()):
+            self._abandon(waiting)
+            self._send(waiting, MissError(waiting.request.seq, error.code, error.message), now)
+        self._release_grants(holder, None)
 
     def _release_grants(
         self, holder: Holder, below: int | None, *, acknowledged_only: bool = False

@@ -287,6 +287,46 @@ def test_a_session_has_a_credit_of_requests() -> None:
         arena.cache.request(worker.id, Miss(5, 0, 1, (5,)), arena.now)
 
 
+def test_request_numbers_only_grow_so_that_unacknowledged_grants_cannot_pile_up() -> None:
+    arena = FakeArena(slots=9)
+    mad, other = arena.worker(quota=4), arena.worker(quota=4)
+    mad.receive = lambda message: None  # type: ignore[method-assign, assignment]
+    arena.cache.request(mad.id, Miss(1000, 0, 1, (0, 1, 2, 3)), arena.now)
+    arena.pump()
+    while arena.reading:
+        arena.finish_read()
+
+    for seq in (999, 1000):
+        with pytest.raises(ProtocolError, match="numbers only grow"):
+            arena.cache.request(mad.id, Miss(seq, 0, 1, (4, 5, 6, 7)), arena.now)
+
+    other.pin(1, (0, 1, 2, 3))
+    arena.settle()
+    other.use()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_worker_that_pins_its_quota_beside_what_it_is_granted_stops_nobody(
+    answered: bool,
+) -> None:
+    arena = FakeArena(slots=9)
+    mad, other = arena.worker(quota=4), arena.worker(quota=4)
+    mad.receive = lambda message: None  # type: ignore[method-assign, assignment]
+    for seq, experts in ((1, (0, 1, 2, 3)), (2, (4, 5, 6, 7))):
+        arena.cache.request(mad.id, Miss(seq, 0, 1, experts), arena.now)
+        arena.pump()
+        while arena.reading and (answered or seq == 1):
+            arena.finish_read()
+    mad.hazards[:4] = arena.directory[0, :4]
+
+    other.pin(1, (0, 1, 2, 3))
+    arena.settle()
+
+    assert other.complete
+    other.use()
+    assert arena.cache.held(0) <= 8
+
+
 def test_decode_is_given_slots_before_prefill() -> None:
     arena = FakeArena(slots=3)
     long, short = arena.worker(quota=1), arena.worker(quota=1)
