@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertd import __version__
@@ -40,8 +40,8 @@ def snapshot(
     latency = LatencyHistogram()
     for model in models.by_path.values():
         latency.merge(model.latency)
-    prefill = _add(m.prefill for m in each)
-    decode = _add(m.decode for m in each)
+    prefill = sum((m.prefill for m in each), Counters())
+    decode = sum((m.decode for m in each), Counters())
     return Stats(
         version=__version__,
         pid=daemon.pid,
@@ -57,7 +57,7 @@ def snapshot(
         directory_bytes=ledger.held("directory"),
         page_bytes=ledger.held("page"),
         slab_bytes=ledger.held("slab"),
-        slots=sum_slots(m.slots for m in each),
+        slots=sum((m.slots for m in each), SlotCounts()),
         evictions=sum(m.evictions for m in each),
         device_reads=sum(m.device_reads for m in each),
         device_read_bytes=sum(m.device_read_bytes for m in each),
@@ -78,7 +78,6 @@ def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
     slabs = model.arena.slabs
     counts = [s.table.counts(model.cache.held(s.table.slab)) for s in slabs]
     pairs = list(zip(slabs, counts, strict=True))
-    layers = range(len(model.layers))
     biggest = max(slab.layout.expert_bytes for slab in slabs)
     files = tuple(
         FileStats(
@@ -96,11 +95,11 @@ def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
         layers=len(model.layers),
         experts=model.index.experts,
         expert_bytes=biggest,
-        total_expert_bytes=sum(model.index.expert_bytes(i) for i in layers) * model.index.experts,
+        total_expert_bytes=model.index.total_bytes,
         slab_bytes=sum(slab.layout.nbytes for slab in slabs),
         resident_bytes=sum(c.ready * slab.layout.expert_bytes for slab, c in pairs),
         pinned_bytes=sum(c.pinned * slab.layout.expert_bytes for slab, c in pairs),
-        slots=sum_slots(counts),
+        slots=sum(counts, SlotCounts()),
         evictions=model.cache.tally.evictions,
         deferred_reuses=model.cache.tally.deferred_reuses,
         device_reads=sum(f.reads for f in files),
@@ -108,23 +107,8 @@ def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
         saved_reads=model.cache.tally.saved_reads,
         saved_bytes=model.cache.tally.saved_reads * biggest,
         read_errors=model.read_errors,
-        prefill=_add([model.gone[0], *(s.prefill for s in sessions)]),
-        decode=_add([model.gone[1], *(s.decode for s in sessions)]),
+        prefill=sum((s.prefill for s in sessions), model.gone[0]),
+        decode=sum((s.decode for s in sessions), model.gone[1]),
         miss_latency=model.latency.snapshot(),
         files=files,
     )
-
-
-def _add(counters: Iterable[Counters]) -> Counters:
-    total = Counters()
-    for c in counters:
-        total = total + c
-    return total
-
-
-def sum_slots(counts: Iterable[SlotCounts]) -> SlotCounts:
-    """Add up slot counts; the states of the sum still add up to its total."""
-    total = SlotCounts()
-    for c in counts:
-        total = SlotCounts(**{k: v + getattr(total, k) for k, v in c.model_dump().items()})
-    return total

@@ -1,12 +1,6 @@
-"""Names for numbers: which expert, which slot, whose session."""
+"""Names for numbers: which expert, whose session."""
 
 from typing import NamedTuple, NewType
-
-SlotId = NewType("SlotId", int)
-"""Index of a slot inside its slab, from 0."""
-
-SlabId = NewType("SlabId", int)
-"""Index of a slab inside its model, from 0."""
 
 SessionId = NewType("SessionId", bytes)
 """16 random bytes, told only to the process that attached; also its ZeroMQ routing id."""

@@ -36,13 +36,11 @@ SLAB_BITS = 12
 MAX_SLOTS_PER_SLAB = (1 << SLOT_BITS) - 1
 MAX_SLABS = 1 << SLAB_BITS
 GENERATION_MASK = 0xFFFF_FFFF
-ABSENT = np.uint64(0)
 
 _SLOT_MASK = np.uint64((1 << SLOT_BITS) - 1)
 _SLAB_MASK = np.uint64((1 << SLAB_BITS) - 1)
 _SLOT_SHIFT = np.uint64(SLOT_BITS)
 _GENERATION_SHIFT = np.uint64(SLOT_BITS + SLAB_BITS)
-_ONE = np.uint64(1)
 
 
 def pack_word(generation: int, slab: int, slot: int) -> int:

@@ -62,6 +62,10 @@ class SlotCounts(_Part):
     #: Ready or retired slots that at least one worker's hazard names now.
     pinned: int = 0
 
+    def __add__(self, other: SlotCounts) -> SlotCounts:
+        mine = self.model_dump()
+        return SlotCounts(**{k: v + getattr(other, k) for k, v in mine.items()})
+
 
 class FileStats(_Part):
     """One shard: how it is really read, and what came from the device."""

@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertd.snapshot import sum_slots
 from expertd_protocol.stats import Counters, SlotCounts
 
 _n = st.integers(0, 1 << 40)
@@ -20,7 +19,7 @@ def slot_counts(draw: st.DrawFn) -> SlotCounts:
 
 @given(st.lists(slot_counts(), max_size=6))
 def test_slots_by_state_still_add_up_to_the_total(counts: list[SlotCounts]) -> None:
-    s = sum_slots(counts)
+    s = sum(counts, SlotCounts())
 
     assert s.free + s.filling + s.ready + s.retired == s.total == sum(c.total for c in counts)
     assert s.pinned == sum(c.pinned for c in counts)

@@ -131,11 +131,11 @@ def read_header(path: Path, *, pread: Pread = os.pread) -> Header:
     return Header(tensors, identity, identity.size, metadata)
 
 
-def open_file(path: Path, flags: int = 0) -> int:
+def open_file(path: Path) -> int:
     """Open a regular file read-only and return its descriptor, or raise the error that fits."""
     try:
         # Without O_NONBLOCK a FIFO of that name would block for ever; regular files ignore it.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise open_error(path, exc) from exc
     mode = os.fstat(fd).st_mode
