@@ -25,6 +25,7 @@ from expertd.server import Router
 from expertd.snapshot import Daemon
 from expertd.sockets import RunLock, bind_attach, prepare_run_dir
 from expertd_protocol.endpoints import Endpoints
+from expertd_protocol.errors import BadConfig
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 NOFILE_WANTED = 65_536
 #: Connections beside the workers: stats, ps, top.
 ADMIN_CONNECTIONS = 64
+#: What the daemon keeps for itself, slabs and model files included, and what one connection may take:
+#: both sockets, a page, a handle on the process.
+OWN_DESCRIPTORS, CONNECTION_DESCRIPTORS = 128, 4
 
 
 def run(config: DaemonConfig) -> None:
@@ -41,14 +45,17 @@ def run(config: DaemonConfig) -> None:
         ExpertdError: the start failed; `exit_code` of the error says how to exit.
     """
     raise_descriptor_limit()
+    limit = connections_that_fit(config.max_sessions + ADMIN_CONNECTIONS)
     memory = psutil.virtual_memory()
     budget = parse_budget(config.budget, SystemMemory(memory.total, memory.available))
     endpoints = prepare_run_dir(config.run_dir)
     with contextlib.closing(RunLock(endpoints.lock)):
-        uvloop.run(_serve(config, endpoints, budget))
+        uvloop.run(_serve(config, endpoints, budget, limit))
 
 
-async def _serve(config: DaemonConfig, endpoints: Endpoints, budget: int) -> None:
+async def _serve(
+    config: DaemonConfig, endpoints: Endpoints, budget: int, max_connections: int
+) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,8 +90,7 @@ async def _serve(config: DaemonConfig, endpoints: Endpoints, budget: int) -> Non
     )
     router = handlers.router = Router(loop, endpoints, handlers.on_message)
     listener = bind_attach(endpoints.attach)
-    limit = config.max_sessions + ADMIN_CONNECTIONS
-    attach = AttachServer(loop, listener, handlers.serve, limit)
+    attach = AttachServer(loop, listener, handlers.serve, max_connections)
     log.info("started pid=%d budget_bytes=%d run_dir=%s", daemon.pid, budget, endpoints.run_dir)
     try:
         await stop.wait()
@@ -123,3 +129,24 @@ def raise_descriptor_limit() -> None:
         return
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_that_fit(wanted: int) -> int:
+    """Return how many connections the limit of open files allows, at most `wanted`.
+
+    Raises:
+        BadConfig: not even one.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    fit = (soft - OWN_DESCRIPTORS) // CONNECTION_DESCRIPTORS
+    if fit < 1:
+        raise BadConfig(
+            f"the limit of open files is {soft}, expertd needs "
+            f"{OWN_DESCRIPTORS + CONNECTION_DESCRIPTORS * wanted} for {wanted} connections; "
+            "raise it (ulimit -n, or LimitNOFILE of the unit)"
+        )
+    if fit < wanted:
+        log.warning("few_descriptors limit=%d connections=%d wanted=%d", soft, fit, wanted)
+    return min(fit, wanted)

@@ -16,7 +16,13 @@ import pytest
 import expertd
 import expertd_protocol
 from expertd import app
-from expertd.app import NOFILE_WANTED, raise_descriptor_limit, watch_lifeline
+from expertd.app import (
+    NOFILE_WANTED,
+    connections_that_fit,
+    raise_descriptor_limit,
+    watch_lifeline,
+)
+from expertd_protocol.errors import BadConfig
 from tests.daemon.conftest import Run
 
 
@@ -114,6 +120,27 @@ def test_a_limit_that_cannot_be_raised_is_no_reason_not_to_start(
     monkeypatch.setattr(app.resource, "setrlimit", refuse)
 
     raise_descriptor_limit()
+
+
+@pytest.mark.parametrize(
+    ("soft", "expected"),
+    [(65_536, 128), (640, 128), (639, 127), (132, 1), (resource.RLIM_INFINITY, 128)],
+)
+def test_no_more_connections_are_allowed_than_there_are_descriptors_for(
+    soft: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.resource, "getrlimit", lambda what: (soft, soft))
+
+    assert connections_that_fit(128) == expected
+
+
+def test_too_few_descriptors_for_one_connection_are_a_wrong_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app.resource, "getrlimit", lambda what: (64, 64))
+
+    with pytest.raises(BadConfig, match="the limit of open files is 64, expertd needs 640"):
+        connections_that_fit(128)
 
 
 def test_the_daemon_never_imports_mlx_or_what_lowers_its_limits_D25() -> None:
