@@ -35,7 +35,8 @@ _V2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 def headroom(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Return bytes: what is available in the machine, or in the tightest control group around us."""
-    return min(psutil.virtual_memory().available, *_left_in_groups(proc, cgroups), 1 << 62)
+    available = int(psutil.virtual_memory().available)
+    return min(available, *_left_in_groups(proc, cgroups), 1 << 62)
 
 
 def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
