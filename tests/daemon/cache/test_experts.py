@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from expertd.cache.eviction import AgedUse
 from expertd.cache.table import SlotState
 from expertd_protocol.errors import ProtocolError, QuotaExceeded, TooManyInFlight
-from expertd_protocol.layout import Header, Phase, pack_word, unpack_word
+from expertd_protocol.layout import Header, Ints, Phase, pack_word, unpack_word
 from expertd_protocol.messages import Miss
 from tests.fakes import GRACE, FakeArena
 
@@ -68,6 +69,37 @@ def test_what_one_request_waits_for_is_not_evicted_for_its_own_other_members_B01
 
     assert worker.complete
     worker.use()
+
+
+class JustReadFirst(AgedUse):
+    """The worst of policies: what has just been read leaves first."""
+
+    def victims(self, layers: Ints, experts: Ints, need: int) -> Ints:
+        return np.argsort(-self.last_ms[layers, experts], kind="stable")[:need]
+
+
+@pytest.mark.parametrize("quota", [2, 3, 4])
+def test_what_a_request_has_got_already_stays_until_it_has_all_B01(quota: int) -> None:
+    """Another session wants slots all the while."""
+    arena = FakeArena(experts=8, slots=quota + 2, policy=JustReadFirst(2, 8, quota + 2))
+    worker, other = arena.worker(quota=quota), arena.worker(quota=1)
+    wanted = 0
+    for first in (0, 4, 0, 4):
+        worker.pin(0, tuple(range(first, first + quota)))
+        while worker.asked:
+            if not other.asked:
+                other.use()
+                other.unpin()
+                other.pin(1, (wanted % 8,))
+                wanted += 1
+            arena.advance(GRACE)
+            for which in (-1, 0):  # one of its own, one of the worker's
+                if arena.reading:
+                    arena.finish_read(which)
+            assert wanted < 100
+        assert worker.complete
+        worker.use()
+        worker.unpin()
 
 
 def test_a_slot_that_a_worker_holds_is_never_reused() -> None:

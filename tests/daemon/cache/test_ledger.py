@@ -41,6 +41,17 @@ def test_the_sum_never_passes_the_budget_C02(
         assert ledger.peak_bytes == peak
 
 
+def test_the_last_byte_is_given_and_one_more_is_refused_C02() -> None:
+    ledger = Ledger(10_000)
+    ledger.take("slab", 4_000, "a slab")
+
+    with pytest.raises(BudgetExhausted, match="6,001 bytes, 6,000 of"):
+        ledger.take("page", 6_001, "a page")
+    ledger.take("page", 6_000, "a page")
+
+    assert (ledger.free_bytes, ledger.peak_bytes) == (0, 10_000)
+
+
 def test_a_refusal_says_what_is_wanted_free_and_held() -> None:
     ledger = Ledger(10_000)
     ledger.take("slab", 8_000, "the slabs")
