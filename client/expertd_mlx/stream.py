@@ -79,7 +79,9 @@ class Stream:
         #: not be evaluated yet. mlx-lm builds one pass while another runs, never more.
         self._lazy: deque[mx.array] = deque(maxlen=4)
         self._whole_output: mx.array | None = None
-        self._whole_hits = self._whole_bytes = 0
+        self._whole_hits = self._whole_bytes = self._whole_layers = 0
+        #: Whether the last pass ran on complete layers alone: such a pass has nothing to be redone.
+        self._all_whole = False
         #: Called when the arena goes: every layer lets go of its arrays.
         self.unbind: list[Callable[[], None]] = []
 
@@ -141,6 +143,7 @@ class Stream:
     def _close_view(self) -> None:
         mx.eval(list(self._lazy))
         self._lazy.clear()
+        self._all_whole = False
         for unbind in self.unbind:
             unbind()
         if self._view is not None:
@@ -198,6 +201,7 @@ class Stream:
         self._whole_output = output
         self._whole_hits += pairs
         self._whole_bytes += pairs * expert_bytes
+        self._whole_layers += 1
         return output
 
     # --- passes ------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ class Stream:
         client = self.client
         self.phase = phase
         client.begin_pass()
-        before = CacheSnapshot(cache)
+        before = CacheSnapshot(None if self._all_whole else cache)
         for last in (False,) * (MAX_TRIES - 1) + (True,):
             try:
                 output = forward()
@@ -226,20 +230,22 @@ class Stream:
                 self._abandon()
                 before.restore()
                 raise
-            hits, nbytes = self._whole_hits, self._whole_bytes
-            self._whole_hits = self._whole_bytes = 0
-            client.end_pass(tokens, phase, hits, nbytes)
+            client.end_pass(tokens, phase, self._whole_hits, self._whole_bytes)
             if self._whole_output is not None:
                 self._lazy.append(self._whole_output)
-                self._whole_output = None
+            self._all_whole = self._whole_layers == len(self.layers)
+            self._forget_whole()
             return output
         raise AssertionError("unreachable")
+
+    def _forget_whole(self) -> None:
+        self._whole_output = None
+        self._whole_hits = self._whole_bytes = self._whole_layers = 0
 
     def _abandon(self) -> None:
         """End a pass that failed: nothing it built may read a slot after its pin is gone."""
         outstanding, self._outstanding = self._outstanding, None
-        self._whole_output = None
-        self._whole_hits = self._whole_bytes = 0
+        self._forget_whole()
         try:
             if outstanding is not None:
                 mx.eval(outstanding)
