@@ -265,10 +265,10 @@ class Client:
         if pins is not None:
             pins.clear()
             self._old.append(pins)
+        while self._old:  # first: what is given back may be room for another model at once
+            _unmap(self._old.pop())
         self._session.detach()
         self._context.term()
-        while self._old:
-            _unmap(self._old.pop())
 
     def __enter__(self) -> Client:
         return self

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from expertd_client import Client
+from expertd_client.session import Session
 from expertd_client.testing import FakeDaemon, FakeSession, holds, tiny_source
 from expertd_protocol import codec
 from expertd_protocol.errors import ModelNotFound, ProtocolError
@@ -147,6 +148,23 @@ def test_close_gives_the_session_back_and_may_be_called_again(
     assert not page.hazards.any()
     with pytest.raises(ProtocolError, match="closed"):
         client.pin(0, ids(1), DECODE)
+
+
+def test_close_unmaps_the_arena_before_its_memory_may_be_given_to_another_model(
+    daemon: FakeDaemon, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client.connect(run_dir)
+    arena = client.attach(tiny_source(), quota_min=2, quota_wanted=8)
+    detach, left = Session.detach, []
+
+    def look(session: Session) -> None:
+        left.append((arena.slabs, arena._fds, arena._maps))
+        detach(session)
+
+    monkeypatch.setattr(Session, "detach", look)
+    client.close()
+
+    assert left == [((), [], [])]
 
 
 def test_close_is_silent_when_the_daemon_is_gone(client: Client, daemon: FakeDaemon) -> None:
