@@ -105,6 +105,7 @@ def consistent(stats: Stats) -> None:
 
 
 def test_three_workers_see_right_bytes_and_the_sums_of_stats_add_up() -> None:
+    """B03: slots are reused all the while, and every byte is compared."""
     flags = [("--seed", str(i), "--passes", "150") for i in range(3)]
     with real_daemon(QUARTER) as daemon, workers(daemon, *flags) as started:
         while any(w.process.poll() is None for w in started):
@@ -210,6 +211,7 @@ def test_workers_finish_over_two_kills_and_one_stop_of_the_daemon_D08() -> None:
 
 
 def test_a_killed_daemon_leaves_nothing_that_blocks_the_next_D03() -> None:
+    """C09 too: memory without a name cannot outlive who holds it."""
     with real_daemon(QUARTER) as daemon:
         for _ in range(3):
             with Client.connect(daemon.run_dir) as client:
@@ -255,6 +257,7 @@ def test_exactly_the_minimum_works() -> None:
 
 
 def test_one_worker_too_many_is_refused_with_who_holds_what() -> None:
+    """C04: nobody waits for slots that are all promised to others."""
     with real_daemon(str(demo_minimum(quota=4) + 4096)) as daemon:
         with Client.connect(daemon.run_dir) as first:
             first.attach(demo_source(), quota_min=4, quota_wanted=4)

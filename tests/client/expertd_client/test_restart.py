@@ -200,6 +200,7 @@ def test_no_daemon_in_time_is_an_error_that_says_what_to_do(
 def test_a_silent_daemon_is_a_deadline_that_names_pid_seconds_and_layer(
     run_dir: Path, stack: ExitStack
 ) -> None:
+    """B19: no wait for the daemon is without an end."""
     stack.enter_context(Silent(run_dir))
     client = worker(run_dir, stack, miss_deadline_seconds=0.1)
     pid = client.welcome.daemon_pid

@@ -52,6 +52,7 @@ def raw(array: mx.array) -> bytes:
 
 @pytest.mark.parametrize("view", ["map", "copy"])
 def test_each_row_is_the_expert_that_was_asked_for(view: str, slab: FakeSlab) -> None:
+    """A36: `global_scale` has no inner shape, and MLX computes with it on a GPU only."""
     opened = open_view(view, arena(slab), [NAMES], quota=2)
 
     arrays, rows = opened.pinned(0, words(2, 0))

@@ -37,6 +37,7 @@ def _fds() -> set[int]:
 
 
 def test_the_planned_bytes_are_the_bytes_that_exist(plan: arena_module.ArenaPlan) -> None:
+    """C03: rounding to pages and alignment of planes are planned, too."""
     arena = Arena(plan, LAYERS, EXPERTS)
 
     sizes = [os.fstat(fd).st_size for fd in arena.share_fds()]

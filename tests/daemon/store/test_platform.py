@@ -57,6 +57,7 @@ def test_buffered_reads_are_read_only_unmapped_and_closed(path: Path) -> None:
 
 
 def test_auto_reports_the_mode_that_really_works(path: Path) -> None:
+    """E04: what stats say of a file is how it is read."""
     source = open_source(path, Identity.of(path))
     try:
         if source.mode is ReadMode.BUFFERED:  # this file system cannot

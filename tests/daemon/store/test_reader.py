@@ -222,6 +222,7 @@ def test_aligned_experts_go_straight_into_the_slot_in_one_read(
 def test_neighbours_of_one_call_share_a_read_and_gaps_are_dropped(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
+    """E06: one read, not one for each small part."""
     for mode in (ReadMode.BUFFERED, ReadMode.DIRECT):
         source = plain_source(path, mode)
         fills = [fill_of(source, (n * 1000 + 7, 900), key=n) for n in range(10)]
@@ -315,6 +316,7 @@ def test_reading_leaves_the_file_as_it_was_A32(
 def test_no_model_file_is_ever_mapped_E08(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
+    """C14 too: demand paging of a model larger than memory starves the system."""
     maps: list[str] = []
 
     def preadv(fd: int, views: Sequence[Any], offset: int) -> int:
@@ -430,6 +432,7 @@ def test_a_dead_descriptor_is_opened_again_once_E15(
 def test_a_device_that_stays_away_is_an_error_after_one_try_E15(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
+    """E16 too: a volume that was unplugged."""
     source = plain_source(path)
     fill = fill_of(source, (0, 10))
 
@@ -581,6 +584,7 @@ def test_demand_overtakes_what_waits(
 def test_the_parts_of_one_expert_are_read_at_the_same_time(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
+    """E21: reads one after the other are bound by latency."""
     gate = Gate()
     fill = fill_of(plain_source(path), (0, 10), (100_000, 10), (200_000, 10))
 
