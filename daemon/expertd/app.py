@@ -23,7 +23,7 @@ from expertd.handlers import Handlers
 from expertd.models import ModelOptions, Models
 from expertd.server import Router
 from expertd.snapshot import Daemon
-from expertd.sockets import RunLock, bind_attach, prepare_run_dir
+from expertd.sockets import RunLock, bind_listener, prepare_run_dir
 from expertd_protocol.endpoints import Endpoints
 from expertd_protocol.errors import BadConfig
 
@@ -49,12 +49,16 @@ def run(config: DaemonConfig) -> None:
     memory = psutil.virtual_memory()
     budget = parse_budget(config.budget, SystemMemory(memory.total, memory.available))
     endpoints = prepare_run_dir(config.run_dir)
-    with contextlib.closing(RunLock(endpoints.lock)):
-        uvloop.run(_serve(config, endpoints, budget, limit))
+    with contextlib.closing(RunLock(endpoints.lock)) as lock:
+        uvloop.run(_serve(config, endpoints, budget, limit, lock))
 
 
 async def _serve(
-    config: DaemonConfig, endpoints: Endpoints, budget: int, max_connections: int
+    config: DaemonConfig,
+    endpoints: Endpoints,
+    budget: int,
+    max_connections: int,
+    lock: RunLock,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -89,7 +93,7 @@ async def _serve(
         warm=config.warm,
     )
     router = handlers.router = Router(loop, endpoints, handlers.on_message)
-    listener = bind_attach(endpoints.attach)
+    listener = bind_listener(endpoints.attach)
     attach = AttachServer(loop, listener, handlers.serve, max_connections)
     log.info("started pid=%d budget_bytes=%d run_dir=%s", daemon.pid, budget, endpoints.run_dir)
     try:
@@ -97,11 +101,13 @@ async def _serve(
         log.info("draining deadline_seconds=%.1f", config.drain_seconds)
         await handlers.drain(config.drain_seconds)
     finally:
-        unlink_quietly(endpoints.attach)
+        if lock.is_in_place():
+            unlink_quietly(endpoints.attach)
         await asyncio.to_thread(models.close, 1.0)
         await attach.close()
         router.close()
-        unlink_quietly(endpoints.router)
+        if lock.is_in_place():
+            unlink_quietly(endpoints.router)
         log.info("stopped uptime_seconds=%.1f", time.monotonic() - started)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
-from expertd.sockets import clear_stale_socket
+from expertd.sockets import bind_listener
 from expertd_protocol.codec import ROUTER_MAX_BYTES
 from expertd_protocol.endpoints import Endpoints
 
@@ -37,7 +37,7 @@ class Router:
     ) -> None:
         self._loop = loop
         self._on_message = on_message
-        clear_stale_socket(endpoints.router)  # libzmq would unlink whatever is there (D02)
+        listener = bind_listener(endpoints.router)
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.SyncSocket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -47,11 +47,9 @@ class Router:
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, 1024)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        before = os.umask(0o177)
-        try:
-            self._socket.bind(endpoints.router_url)
-        finally:
-            os.umask(before)
+        # libzmq's own bind unlinks whatever is at the path (D02), and its close what is there by then
+        self._socket.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.bind(endpoints.router_url)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(self._fd, self._drain)
         self._scheduled = False

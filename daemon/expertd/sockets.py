@@ -56,6 +56,7 @@ class RunLock:
             UnsafePath: something else is in its place, or the file system has no locks.
         """
         try:
+            self._path = path
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
             raise UnsafePath(
@@ -83,6 +84,13 @@ class RunLock:
             ) from exc
         os.ftruncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def is_in_place(self) -> bool:
+        """Tell whether the file at the path is still the locked one; if not, the sockets are another's."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         os.close(self._fd)
@@ -123,8 +131,8 @@ def _somebody_listens(path: Path) -> bool:
     return True
 
 
-def bind_attach(path: Path) -> socket.socket:
-    """Return the listening attach socket (mode 0600), non-blocking."""
+def bind_listener(path: Path) -> socket.socket:
+    """Return a listening socket (mode 0600), non-blocking."""
     clear_stale_socket(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)

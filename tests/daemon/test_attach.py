@@ -14,7 +14,7 @@ import pytest
 
 from expertd import attach
 from expertd.attach import AttachServer, Connection, unlink_quietly
-from expertd.sockets import bind_attach
+from expertd.sockets import bind_listener
 from expertd_protocol import codec
 from expertd_protocol.errors import ErrorCode
 from expertd_protocol.messages import (
@@ -102,7 +102,7 @@ async def serving(
     directory: Path, serve: Serve = echo, limit: int = 8
 ) -> AsyncIterator[Callable[[], Client]]:
     path = directory / "attach.sock"
-    server = AttachServer(asyncio.get_running_loop(), bind_attach(path), serve, limit)
+    server = AttachServer(asyncio.get_running_loop(), bind_listener(path), serve, limit)
     try:
         yield lambda: Client(path)
     finally:

@@ -19,7 +19,7 @@ from expertd.handlers import Handlers
 from expertd.models import ModelOptions, Models
 from expertd.server import Router
 from expertd.snapshot import Daemon
-from expertd.sockets import bind_attach, prepare_run_dir
+from expertd.sockets import bind_listener, prepare_run_dir
 from expertd_protocol import codec
 from expertd_protocol.errors import ErrorCode
 from expertd_protocol.messages import (
@@ -64,7 +64,7 @@ class Small:
         )
         self.router = self.handlers.router = Router(loop, self.endpoints, self.handlers.on_message)
         self.attach = AttachServer(
-            loop, bind_attach(self.endpoints.attach), self.handlers.serve, limit=16
+            loop, bind_listener(self.endpoints.attach), self.handlers.serve, limit=16
         )
 
     def client(self) -> Client:

@@ -28,7 +28,7 @@ from expertd.handlers import Handlers
 from expertd.models import Model, ModelOptions, Models
 from expertd.server import Router
 from expertd.snapshot import Daemon
-from expertd.sockets import bind_attach, prepare_run_dir
+from expertd.sockets import bind_listener, prepare_run_dir
 from expertd.store.index import ExpertIndex, build_index
 from expertd.store.reader import Reader
 from expertd_client import Admin
@@ -95,7 +95,7 @@ class Small:
             loop, daemon, self.ledger, self.models, max_sessions=8, max_in_flight=4, warm=warm
         )
         self.router = self.handlers.router = Router(loop, endpoints, self.handlers.on_message)
-        self.attach = AttachServer(loop, bind_attach(endpoints.attach), self.handlers.serve, 64)
+        self.attach = AttachServer(loop, bind_listener(endpoints.attach), self.handlers.serve, 64)
 
     @property
     def model(self) -> Model:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.sockets import RunLock, bind_attach, clear_stale_socket, prepare_run_dir
+from expertd.sockets import RunLock, bind_listener, clear_stale_socket, prepare_run_dir
 from expertd_protocol.errors import AlreadyRunning, ExitCode, PathTooLong, UnsafePath
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -182,6 +182,16 @@ def test_something_else_in_the_place_of_the_lock_is_refused(what: str, short_dir
     assert what == "directory" or (short_dir / "victim").read_text() == "keep"
 
 
+def test_a_lock_whose_file_was_removed_or_replaced_is_not_in_place(short_dir: Path) -> None:
+    with closing(RunLock(short_dir / "lock")) as lock:
+        assert lock.is_in_place()
+        (short_dir / "lock").unlink()
+        assert not lock.is_in_place()
+        with closing(RunLock(short_dir / "lock")) as another:
+            assert not lock.is_in_place()
+            assert another.is_in_place()
+
+
 def test_a_pipe_in_the_place_of_the_lock_is_refused(short_dir: Path) -> None:
     os.mkfifo(short_dir / "lock")
 
@@ -194,7 +204,7 @@ def test_a_stale_socket_is_replaced_D03(short_dir: Path) -> None:
     path = short_dir / "attach.sock"
     _leave_stale_socket(path)
 
-    with closing(bind_attach(path)), closing(socket.socket(socket.AF_UNIX)) as client:
+    with closing(bind_listener(path)), closing(socket.socket(socket.AF_UNIX)) as client:
         client.connect(os.fspath(path))
 
 
@@ -202,13 +212,13 @@ def test_the_socket_of_a_daemon_that_lives_is_not_taken_although_its_lock_was_re
     short_dir: Path,
 ) -> None:
     path = short_dir / "attach.sock"
-    with closing(bind_attach(path)) as listener:
+    with closing(bind_listener(path)) as listener:
         with pytest.raises(AlreadyRunning, match=r"attach\.sock"):
-            bind_attach(path)
+            bind_listener(path)
         with closing(socket.socket(socket.AF_UNIX)) as client:
             client.connect(os.fspath(path))
             listener.accept()[0].close()
-    bind_attach(path).close()
+    bind_listener(path).close()
 
 
 def test_a_regular_file_at_a_sockets_place_is_refused_and_not_touched_D02(short_dir: Path) -> None:
@@ -216,7 +226,7 @@ def test_a_regular_file_at_a_sockets_place_is_refused_and_not_touched_D02(short_
     path.write_bytes(b"a model of 20 GB")
 
     with pytest.raises(UnsafePath, match="is not a socket of ours"):
-        bind_attach(path)
+        bind_listener(path)
 
     assert path.read_bytes() == b"a model of 20 GB"
 
@@ -252,7 +262,7 @@ def test_an_empty_place_needs_no_clearing(short_dir: Path) -> None:
 @pytest.mark.parametrize("mask", [0, 0o022])
 def test_only_the_owner_may_connect_whatever_the_umask_D05(mask: int, short_dir: Path) -> None:
     path = short_dir / "attach.sock"
-    with umask(mask), closing(bind_attach(path)) as listener:
+    with umask(mask), closing(bind_listener(path)) as listener:
         assert _mode(path) == 0o600
         assert os.umask(mask) == mask  # and the umask is as it was
         assert not listener.getblocking()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -221,6 +222,21 @@ def test_a_killed_daemon_leaves_nothing_that_blocks_the_next_D03() -> None:
         assert daemon.shared_bytes() == 0  # the new one holds nothing of the old ones
         assert daemon.stop() == ExitCode.OK
         assert sorted(p.name for p in daemon.run_dir.iterdir()) == ["lock"]
+
+
+def test_a_daemon_whose_directory_was_removed_takes_nothing_of_the_next_one_with_it() -> None:
+    with real_daemon(QUARTER) as daemon:
+        lost, pid = daemon.process, daemon.pid
+        assert lost is not None
+        shutil.rmtree(daemon.run_dir)
+        daemon.start()
+        assert daemon.pid != pid
+
+        lost.send_signal(signal.SIGTERM)
+        assert lost.wait(20) == ExitCode.OK
+
+        assert daemon.stats().pid == daemon.pid
+        assert daemon.stop() == ExitCode.OK
 
 
 def test_a_second_daemon_is_refused_and_the_first_goes_on_D01() -> None:
