@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,44 @@ def test_two_models_of_one_family_do_not_share_anything(
     for model, out in zip((*models, models[0]), outs, strict=True):
         assert first_difference(out, greedy(resident(model.path), prompt(9, 1), 2)) is None
     assert not np.array_equal(np.array(outs[0][0]), np.array(outs[1][0]))
+
+
+def with_quantization(model: TinyModel, folder: Path, quantization: dict[str, Any]) -> TinyModel:
+    """The same files with another account of how they are quantised."""
+    for file in model.path.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((model.path / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
+    return replace(model, path=folder)
+
+
+def test_bits_of_layers_that_the_config_names_wrongly_are_those_of_the_files_A16(
+    tiny: Callable[..., TinyModel],
+    resident: Callable[[Path], nn.Module],
+    streamed: Callable[..., nn.Module],
+    tmp_path: Path,
+) -> None:
+    source = tiny("qwen3_moe", "mixed")
+    stated = json.loads((source.path / "config.json").read_text())["quantization"]
+    names = ("model.language_model.layers.0.mlp.switch_mlp.gate_proj", "model.layers.0.self_attn.x")
+    renamed = stated | {key: {"bits": 6, "group_size": 64} for key in names}
+    model = with_quantization(source, tmp_path, renamed)
+
+    ours = greedy(streamed(model, FakeExperts(16, 8)), prompt(9, 1), 3)
+
+    assert first_difference(ours, greedy(resident(source.path), prompt(9, 1), 3)) is None
+
+
+def test_a_quantised_router_that_is_not_in_the_files_is_named_A18(
+    tiny: Callable[..., TinyModel], tmp_path: Path
+) -> None:
+    source = tiny("qwen3_moe", "affine4")
+    stated = json.loads((source.path / "config.json").read_text())["quantization"]
+    router = {"model.layers.0.mlp.gate": {"bits": 4, "group_size": 32}}
+    model = with_quantization(source, tmp_path, stated | router)
+    with pytest.raises(ValueError, match="gate"):
+        load_model(model.path)  # mlx-lm refuses it as well
+
+    with pytest.raises(UnsupportedLayout, match=r"model\.layers\.0\.mlp\.gate\.scales"):
+        load(model.path)
