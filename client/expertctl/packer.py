@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -162,13 +163,15 @@ class Packer:
             raise BadConfig(f"{self.out} is a file; choose a folder that is new or empty")
 
     def _check_journal(self) -> None:
-        if not self.out.exists() or not any(self.out.iterdir()):
+        # a journal that was not finished either is as good as none
+        if not self.out.exists() or {p.name for p in self.out.iterdir()} <= {JOURNAL + PARTIAL}:
             return
         try:
             journal = (self.out / JOURNAL).read_text()
         except FileNotFoundError:
             raise BadConfig(
-                f"{self.out} is not empty and not an unfinished packed copy; choose another folder"
+                f"{self.out} is not empty and not an unfinished packed copy (a finished one is left "
+                "as it is); choose another folder"
             ) from None
         if journal != self._journal:
             raise BadConfig(
@@ -386,7 +389,7 @@ def _write_fully(fd: int, content: Any, offset: int) -> None:
 
 def _to_disk(fd: int) -> None:
     os.fsync(fd)
-    if hasattr(os, "posix_fadvise"):
+    if sys.platform != "darwin":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
