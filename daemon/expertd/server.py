@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Unanswered messages to one peer; a worker has at most `max_in_flight` requests, so more is stuck.
 SEND_HIGH_WATER = 64
+#: Messages of one peer that wait to be taken. Each may have a MiB, and none of it is in the budget.
+RECEIVE_HIGH_WATER = 16
 #: Messages taken per wake-up, so that timers and the attach socket get their turn in a flood.
 BATCH = 256
 
@@ -45,7 +47,7 @@ class Router:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, ROUTER_MAX_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
-        self._socket.setsockopt(zmq.RCVHWM, 1024)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         # libzmq's own bind unlinks whatever is at the path (D02), and its close what is there by then
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
