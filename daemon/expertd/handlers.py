@@ -269,11 +269,15 @@ class Handlers:
                 self._flush(session.model)
             else:
                 self._reply(peer, codec.encode(self._control(codec.decode(payload))))
-        except ExpertdError as exc:
+        except Exception as exc:
+            error = exc
+            if not isinstance(error, ExpertdError):  # a bug; who asked must not wait for ever
+                log.exception("message_failed session=%s", peer.hex())
+                error = ExpertdError(f"expertd failed on this message ({exc!r:.200}); see its log")
             if miss:
-                self._reply(peer, codec.encode_reply(MissError(seq, exc.code, exc.message)))
+                self._reply(peer, codec.encode_reply(MissError(seq, error.code, error.message)))
             else:
-                self._reply(peer, codec.encode(Failure(code=exc.code, message=exc.message)))
+                self._reply(peer, codec.encode(Failure(code=error.code, message=error.message)))
 
     def _reply(self, peer: bytes, payload: bytes) -> None:
         """Send an answer; a session that it does not reach is cut, and so never waits for it (D06)."""

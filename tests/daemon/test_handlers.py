@@ -243,6 +243,29 @@ def test_whatever_comes_over_the_router_gets_an_answer_D34(short_dir: Path, run:
     run(main())
 
 
+def test_a_bug_is_an_answer_and_stands_in_the_log(
+    short_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stats() -> None:
+        raise RuntimeError("a bug")
+
+    async def main() -> None:
+        async with small_daemon(short_dir) as daemon, daemon.client() as client:
+            monkeypatch.setattr(daemon.handlers, "stats", stats)
+            session = (await daemon.hello(client)).session
+            answer, ping = await daemon.over_router(
+                session, codec.encode(StatsRequest()), codec.encode(Ping())
+            )
+            failure = codec.decode(answer)
+            assert isinstance(failure, Failure)
+            assert failure.code == ErrorCode.INTERNAL
+            assert "a bug" in failure.message
+            assert codec.decode(ping) == Pong(epoch=EPOCH)
+
+    run(main())
+    assert "message_failed" in caplog.text
+
+
 def test_a_peer_that_is_no_session_is_told_to_attach(short_dir: Path, run: Run) -> None:
     async def main() -> None:
         async with small_daemon(short_dir) as daemon:
