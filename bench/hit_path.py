@@ -13,16 +13,13 @@ that whatever else runs here hits all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +28,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("client", "protocol")]  # work
 # ruff: noqa: E402
 import numpy as np
 import zmq
+from record import circumstances, finish
 
 from expertd_client import Client
 from expertd_client.testing import tiny_source
@@ -154,14 +152,6 @@ def measure(run_dir: Path) -> dict[str, float]:
     }
 
 
-def processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -180,29 +170,10 @@ def main() -> None:
         "experts": EXPERTS,
         "rounds": ROUNDS,
         "samples": {"hit": ROUNDS * PASSES_PER_ROUND * LAYERS, "zmq_rtt": ROUNDS * TRIPS_PER_ROUND},
-        "machine": f"{processor()}, {platform.system()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "load_average_before": round(load, 2),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "pyzmq": zmq.pyzmq_version(),
-            "libzmq": zmq.zmq_version(),
-        },
-        "command": "python bench/hit_path.py --json --save",
-        "date": datetime.now(UTC).date().isoformat(),
+        "libzmq": zmq.zmq_version(),
+        **circumstances(load),
     }
-    if args.save:
-        path = ROOT / "bench" / "results" / "hit_path.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(figures, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(figures))
-    else:
-        print(
-            f"pin + unpin of {EXPERTS} resident experts: {figures['hit_us']} us; "
-            f"ZeroMQ round trip: {figures['zmq_rtt_us']} us; {figures['ratio']} times as long"
-        )
+    finish("hit_path", figures, as_json=args.json, save=args.save)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ fi
 
 rm -rf .venv
 if [ "$use_uv" = yes ]; then
-    say "making .venv with uv"
+    say "making .venv with uv (about a minute)"
     uv venv --quiet --python "${python:->=3.11}" .venv
     uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[dev]'
 else
-    say "making .venv with $python"
+    say "making .venv with $python (about a minute)"
     "$python" -m venv .venv
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         -c constraints.txt -e '.[dev]'

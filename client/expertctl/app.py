@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from expertctl import demo, models, pack, prepare, ps, run, stats, verify
+from expertctl import demo, models, pack, prepare, ps, run, stats, trace, verify
 
 # Nearly all of `expertctl stats` is imports. Measured on its cold start, CPU time: collecting
 # garbage while modules load takes 25 of 265 ms, pydantic's search for plugins up to 30.
@@ -56,6 +56,7 @@ app.command("stats", epilog=stats.EPILOG)(stats.command)
 app.command("ps", epilog=ps.EPILOG)(ps.command)
 app.command("ls", epilog=models.LS_EPILOG)(models.ls)
 app.command("show", epilog=models.SHOW_EPILOG)(models.show)
+app.add_typer(trace.app)
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
@@ -69,6 +70,9 @@ def main() -> None:
     signal.signal(signal.SIGHUP, _end)
     try:
         app()
+    except OSError as error:  # what it prints to is full or gone
+        print(f"error: {error.strerror or error}: {error.filename or 'output'}", file=sys.stderr)
+        raise SystemExit(1) from None
     except Exception as error:
         from expertd_protocol.errors import ExpertdError
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,4 +28,10 @@ def command(
     """
     from expertd_mlx import prepare
 
-    print(prepare(model, out))
+    folder = prepare(model, out)
+    print(folder)
+    print(
+        "with a daemon running (expertd), for example:\n"
+        f"  mlx_lm.generate --model {shlex.quote(str(folder))} --trust-remote-code --prompt Hello",
+        file=sys.stderr,
+    )

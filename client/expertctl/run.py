@@ -48,9 +48,12 @@ def command(
     """
     from expertctl.run_once import Request, run_once
 
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
     request = Request(
         model=model,
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        prompt=text,
         max_tokens=max_tokens,
         temp=temp,
         top_p=top_p,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from expertd_mlx.folder import MODEL_KEY, model_folder, read_config
 from expertd_mlx.models import Classes, streamed_classes
@@ -33,6 +34,14 @@ def prepare(model_path: str | Path, out: str | Path) -> Path:
     folder = Path(out).expanduser().absolute()
     if folder.resolve().is_relative_to(model):
         raise BadConfig(f"{folder} lies inside the model's own folder; choose another one")
+    try:
+        _write(folder, model, config)
+    except OSError as exc:
+        raise BadConfig(f"{folder} cannot be written: {exc.strerror}; choose another one") from exc
+    return folder
+
+
+def _write(folder: Path, model: Path, config: dict[str, Any]) -> None:
     if folder.exists() and any(folder.iterdir()) and not _is_ours(folder):
         raise BadConfig(f"{folder} is not empty and not made by prepare; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +54,6 @@ def prepare(model_path: str | Path, out: str | Path) -> Path:
     (folder / MODEL_FILE).write_text(_SOURCE)
     config |= {"model_file": MODEL_FILE, MODEL_KEY: str(model)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return folder
 
 
 def _is_ours(folder: Path) -> bool:

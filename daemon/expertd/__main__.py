@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from expertd import logs
+from expertd import __version__, logs
 from expertd.app import run
 from expertd.config import load_config
 from expertd_protocol.errors import ExitCode, ExpertdError
@@ -12,6 +12,9 @@ from expertd_protocol.errors import ExitCode, ExpertdError
 
 def main() -> None:
     """Run the daemon in the foreground (launchd and systemd do the rest)."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"expertd {__version__}")
+        sys.exit(int(ExitCode.OK))
     try:
         config = load_config(sys.argv[1:])
         logs.set_up(config.log_level)

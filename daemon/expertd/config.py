@@ -8,6 +8,7 @@ back to ignoring the budget (B04).
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 from pathlib import Path
@@ -17,6 +18,7 @@ import platformdirs
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    CliSuppress,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -26,6 +28,13 @@ from expertd_protocol.endpoints import default_run_dir
 from expertd_protocol.errors import BadConfig
 
 CONFIG_ENV = "EXPERTD_CONFIG"
+#: Variables of the workers' side; every other `EXPERTD_*` must be a key of `DaemonConfig`.
+WORKER_ENV = (
+    "EXPERTD_ARENA_VIEW",
+    "EXPERTD_DAEMON_DEADLINE_SECONDS",
+    "EXPERTD_MISS_DEADLINE_SECONDS",
+    "EXPERTD_MLX_CACHE_MB",
+)
 
 
 def config_path() -> Path:
@@ -82,10 +91,10 @@ class DaemonConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what goes to stderr"
     )
-    poison_free_slots: bool = Field(
+    poison_free_slots: CliSuppress[bool] = Field(
         False, description="fill free slots with 0xFF, to find a use after free (tests)"
     )
-    lifeline_fd: Annotated[int, Field(ge=3)] | None = Field(
+    lifeline_fd: CliSuppress[Annotated[int, Field(ge=3)] | None] = Field(
         None, description="stop when this inherited pipe reaches its end (private daemons)"
     )
 
@@ -107,6 +116,17 @@ class DaemonConfig(BaseSettings):
         return init_settings, env_settings, file
 
 
+def refuse_unknown_variables() -> None:
+    """Raise `BadConfig` for an `EXPERTD_*` variable that means nothing: a typo is not a setting."""
+    keys = [f"EXPERTD_{name.upper()}" for name in DaemonConfig.model_fields]
+    known = [*keys, *WORKER_ENV, CONFIG_ENV]
+    for name in sorted(os.environ):
+        if name.startswith("EXPERTD_") and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise BadConfig(f"the environment variable {name} is not a setting; {hint}")
+
+
 def load_config(args: list[str]) -> DaemonConfig:
     """Return the settings of this start.
 
@@ -114,6 +134,7 @@ def load_config(args: list[str]) -> DaemonConfig:
         BadConfig: a wrong value or an unknown key, named with where it may come from.
         SystemExit: `--help`, or a flag that does not exist (exit code 2).
     """
+    refuse_unknown_variables()
     try:
         return DaemonConfig(_cli_parse_args=args)
     except ValidationError as exc:

@@ -39,6 +39,13 @@ def prepare_run_dir(run_dir: Path) -> Endpoints:
                 "choose another with --run-dir"
             )
         if info.st_mode & 0o077:
+            foreign = {entry.name for entry in run_dir.iterdir()} - endpoints.names
+            if foreign or info.st_mode & stat.S_ISVTX:
+                raise UnsafePath(
+                    f"run directory {run_dir} (mode {stat.S_IMODE(info.st_mode):o}) is used for other "
+                    f"things too{f', {min(foreign)} for one' if foreign else ''}; choose one for "
+                    "expertd alone with --run-dir, it is made when it does not exist"
+                )
             run_dir.chmod(0o700)
     except OSError as exc:
         raise UnsafePath(f"run directory {run_dir} cannot be used: {exc.strerror}") from exc

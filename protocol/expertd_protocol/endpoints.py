@@ -49,6 +49,11 @@ class Endpoints:
         return self.run_dir / "lock"
 
     @property
+    def names(self) -> frozenset[str]:
+        """All file names that a daemon makes in its run directory."""
+        return frozenset(path.name for path in (self.attach, self.router, self.lock))
+
+    @property
     def router_url(self) -> str:
         return f"ipc://{self.router}"
 

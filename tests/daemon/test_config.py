@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.config import CONFIG_ENV, DaemonConfig, config_path, load_config
+from expertd.config import CONFIG_ENV, WORKER_ENV, DaemonConfig, config_path, load_config
 from expertd_protocol.errors import BadConfig, ExitCode
 
 
@@ -162,7 +162,8 @@ def test_help_shows_every_flag_with_its_meaning() -> None:
 
     assert done.returncode == 0
     shown = " ".join(done.stdout.split())
-    for name in DaemonConfig.model_fields:
+    hidden = {"poison_free_slots", "lifeline_fd"}  # of tests and of expertctl
+    for name in DaemonConfig.model_fields.keys() - hidden:
         assert f"--{name.replace('_', '-')}" in shown
     assert "a percentage of all memory" in shown
     assert "%%" not in shown
@@ -173,3 +174,19 @@ def test_a_flag_that_does_not_exist_is_a_usage_error() -> None:
 
     assert done.returncode == ExitCode.USAGE
     assert "--bugdet" in done.stderr
+
+
+def test_an_unknown_variable_is_an_error_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_BUDGETT", "1GiB")
+
+    with pytest.raises(
+        BadConfig, match=r"EXPERTD_BUDGETT is not a setting; did you mean EXPERTD_BUDGET\?"
+    ):
+        load_config([])
+
+
+def test_the_variables_of_workers_are_known_to_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WORKER_ENV:
+        monkeypatch.setenv(name, "1")
+
+    assert load_config([]).budget == "auto"

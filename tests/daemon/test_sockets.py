@@ -63,6 +63,22 @@ def test_a_run_directory_that_is_too_open_is_tightened_D05(mode: int, short_dir:
     assert _mode(run_dir) == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_a_directory_with_other_things_in_it_is_refused_and_left_as_it_is_D05(
+    mode: int, short_dir: Path
+) -> None:
+    run_dir = short_dir / "run"
+    run_dir.mkdir()
+    if mode == 0o755:
+        (run_dir / "notes.txt").write_text("mine")
+    run_dir.chmod(mode)
+
+    with pytest.raises(UnsafePath, match="used for other things too"):
+        prepare_run_dir(run_dir)
+
+    assert _mode(run_dir) == mode
+
+
 def test_a_run_directory_can_be_used_again(short_dir: Path) -> None:
     assert prepare_run_dir(short_dir / "run") == prepare_run_dir(short_dir / "run")
 

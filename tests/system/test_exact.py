@@ -16,6 +16,7 @@ from expertd.cache.budget import minimum_budget, needed_bytes
 from expertd.store.index import ExpertIndex, build_index
 from expertd_client import Client
 from expertd_mlx import prepare, stream_of, streamed_classes
+from expertd_protocol.errors import BadConfig
 from tests.client.expertd_mlx.decoding import first_difference, greedy, prompt
 from tests.system.daemon import DEMO_MODEL, environment, real_daemon
 from tests.tiny_models import TinyModel, write_tiny_model
@@ -110,3 +111,14 @@ def test_stock_mlx_lm_generate_streams_through_a_prepared_folder(tmp_path: Path)
 
     assert stats.total.misses > 0
     assert streamed == generate(DEMO_MODEL)
+
+
+@pytest.mark.parametrize("out", ["a file", "nowhere"])
+def test_prepare_into_a_place_that_cannot_be_written_is_one_sentence(
+    out: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    where = {"a file": tmp_path / "file", "nowhere": Path("/proc/no/such")}[out]
+
+    with pytest.raises(BadConfig, match="cannot be written"):
+        prepare(DEMO_MODEL, where)
