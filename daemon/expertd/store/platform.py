@@ -17,8 +17,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -86,21 +85,26 @@ class Source:
         """The device (st_dev): each has its own reader threads."""
         return self.identity.dev
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keep the descriptor open meanwhile; a number closed too early could be another file."""
+    def in_use(self) -> Source:
+        """Use as `with source.in_use():` to keep the descriptor open meanwhile.
+
+        A number that is closed too early could be another file.
+        """
+        return self
+
+    def __enter__(self) -> Source:
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"{self.path} was closed before it was read; attach again")
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                last = self._closed and not self._users
-            if last:
-                os.close(self.fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closed and not self._users
+        if last:
+            os.close(self.fd)
 
     def close(self) -> None:
         """Close the file, at the latest when the last read of it has ended."""
