@@ -4,9 +4,10 @@ Owns N threads, each with one page-aligned bounce buffer; nothing else allocates
 done when all its reads are, and `on_done` is called exactly once for each fill, whatever happens.
 A failing read fails only the fills that it touches. The slot is written, but never published, here.
 
-A read whose offsets, lengths and addresses are aligned goes straight into the slot. Any other direct
-read goes to the bounce buffer as the aligned superset and is copied from there. Both the read and
-the copy release the GIL. A disk that hangs blocks these threads and nothing else.
+A read whose offsets, lengths and addresses are aligned may go straight into the slots, by one preadv
+over all of them (`store/route.py` finds out whether that is the faster way). Any other direct read
+goes to the bounce buffer as the aligned superset and is copied from there. Both the read and a large
+copy release the GIL. A disk that hangs blocks these threads and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from expertd.store.plan import Fill, Read, ReadQueue, coalesce
 from expertd.store.platform import NOT_DIRECT, READ_MAX_BYTES, Preadv, ReadMode, Source
+from expertd.store.route import Route
 from expertd_protocol.errors import Draining, ExpertdError, ReadFailed, TruncatedFile
 from expertd_protocol.layout import round_up
 
@@ -107,6 +109,7 @@ class Reader:
         self.buffer_bytes = buffer_bytes
         #: What the read buffers take, for the budget.
         self.nbytes = threads * buffer_bytes
+        self.route = Route()
         self._on_done = on_done
         self._preadv = preadv
         self._queue: ReadQueue[_Task] = ReadQueue()
@@ -260,22 +263,29 @@ class Reader:
                         ) from exc
 
     def _transfer(self, read: Read, align: int, bounce: memoryview) -> None:
-        source = read.source
-        if align == 1 or _is_aligned(read, align):
-            self._read_fully(source, _scatter(read, bounce), read.offset, read.nbytes, align)
+        source, nbytes = read.source, read.nbytes
+        straight = align == 1
+        choice = not straight and _is_aligned(read, align)
+        if choice:
+            straight = self.route.goes_straight(nbytes)
+        began = time.perf_counter()
+        if straight:
+            self._read_fully(source, _scatter(read, bounce), read.offset, nbytes, align)
         else:
             start = read.offset - read.offset % align
             window = bounce[: round_up(read.end, align) - start]
             shift = read.offset - start
-            self._read_fully(source, [window], start, shift + read.nbytes, align)
+            self._read_fully(source, [window], start, shift + nbytes, align)
             for _, at, dest in read.segments:
                 piece = window[at + shift : at + shift + len(dest)]
                 if len(dest) <= COPY_WITH_GIL_BYTES:
                     dest[:] = piece
                 else:
                     np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(piece, np.uint8))
+        if choice:
+            self.route.took(straight, time.perf_counter() - began, nbytes)
         if source.mode is ReadMode.BUFFERED:
-            source.drop_cache(read.offset, read.nbytes)
+            source.drop_cache(read.offset, nbytes)
 
     def _read_fully(
         self, source: Source, views: list[memoryview], offset: int, need: int, align: int
