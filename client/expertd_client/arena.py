@@ -81,6 +81,7 @@ class Arena:
         self.slabs: tuple[SlabMap, ...] = ()
         self._fds = list(fds)
         self._maps: list[mmap.mmap] = []
+        self._objects = {(info.st_dev, info.st_ino) for info in map(os.fstat, fds)}
         try:
             layouts = _slab_layouts(source, attached)
             directory = DirectoryLayout(len(source.layers), source.experts)
@@ -112,6 +113,9 @@ class Arena:
                 slab = SlabMap(layout, fd)
                 self.slabs += (slab,)
                 self._maps.append(slab.buffer)
+            if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+                for mapped in self._maps:
+                    mapped.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError, LookupError, MemoryError) as exc:
             self.close()
             raise ProtocolError(f"what the daemon sent cannot be mapped: {exc}") from exc
@@ -133,6 +137,21 @@ class Arena:
         if self.slabs[slab].layout.slots < self.slab_of_layer.count(slab) * experts:
             return None
         return self.slab_of_layer[:layer].count(slab) * experts
+
+    def close_in_child(self) -> None:
+        """Let a forked child keep no memory alive: its maps are gone already, its descriptors go now.
+
+        Without this a child that outlives its parent would hold slabs that the daemon has given up
+        and counts no more. A view that the child still has must not be touched. Descriptors are
+        replaced and not closed: `mmap` objects have duplicates of their own, and close them later.
+        """
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+                info = os.fstat(fd := int(name))
+                if (info.st_dev, info.st_ino) in self._objects:
+                    os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
     def close(self) -> None:
         """Give everything back: arrays, then maps, then descriptors; idempotent and silent.

@@ -356,11 +356,13 @@ class Client:
         assert wanted is not None
         pause, longest = BACKOFF_SECONDS
         serial = old.arena.serial + 1
+        # What is still pinned there is still being read: then the old session must outlive us.
+        replaces = b"" if old.held else self._session.attach.welcome.session
         full: errors.BudgetExhausted | None = None
         while True:
             try:
                 session = Session.open(
-                    self._path, self._name, self._context, wanted, serial, deadline
+                    self._path, self._name, self._context, wanted, serial, deadline, replaces
                 )
                 break
             except _TRANSIENT as exc:
@@ -405,7 +407,11 @@ class Client:
         me = threading.get_ident()
         if self._thread is None:
             self._thread = me
-        assert self._thread == me, "a Client belongs to one thread"
+        if self._thread != me:
+            raise errors.ProtocolError(
+                f"this client belongs to thread {self._thread} and was used in thread {me}; make one "
+                "client per thread"
+            )
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -414,6 +420,9 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     """Take the hot path from clients that a fork carried over (D12): no check per pin is needed."""
     for client in _clients:
+        for pins in [client._pins, *client._old]:
+            if pins is not None:
+                pins.arena.close_in_child()
         client._pins = None
 
 

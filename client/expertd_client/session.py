@@ -78,11 +78,16 @@ class Session:
         wanted: Wanted,
         serial: int,
         deadline: float,
+        replaces: bytes,
     ) -> Session:
-        """Connect and attach in one go; `deadline` is a `time.monotonic` value."""
+        """Connect and attach in one go; `deadline` is a `time.monotonic` value.
+
+        Args:
+            replaces: id of this worker's lost session when it holds nothing there, else empty.
+        """
         session = cls(AttachSocket.connect(path, "worker", name, deadline), context)
         try:
-            session.map(wanted, serial, deadline)
+            session.map(wanted, serial, deadline, replaces)
         except BaseException:
             session.end()
             raise
@@ -98,7 +103,7 @@ class Session:
             self._dealer = Dealer(self._context, self.attach)
         return self._dealer
 
-    def map(self, wanted: Wanted, serial: int, deadline: float) -> Pins:
+    def map(self, wanted: Wanted, serial: int, deadline: float, replaces: bytes = b"") -> Pins:
         """Attach to a model and map what the daemon sends."""
         source = wanted.source
         request = Attach(
@@ -107,6 +112,7 @@ class Session:
             layers=source.layers,
             quota_min=wanted.quota_min,
             quota_wanted=wanted.quota_wanted,
+            replaces=replaces,
         )
         attached, fds = self.attach.request_fds(request, Attached, deadline)
         arena = Arena(source, attached, fds, serial=serial, epoch=self.attach.welcome.epoch)

@@ -20,7 +20,7 @@ from expertd_protocol.layout import round_up
 
 _PAGE = mmap.PAGESIZE
 _MAP_FIXED = 0x10  # Linux, all architectures
-_MADV_DONTNEED = 4
+_MADV_DONTNEED, _MADV_DONTFORK = 4, 10
 #: glibc serves every allocation above 32 MiB from a mapping of its own, so that freeing it returns
 #: whole pages to the system and never touches the bytes inside.
 _MIN_BYTES = (32 << 20) + _PAGE
@@ -54,6 +54,8 @@ class Overlay:
         self._mapped = False
         _map_over(self._address, self._nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
         self._mapped = True
+        # a forked child must not keep a slab alive that the daemon has given up; it cannot use it
+        _libc.madvise(self._address, self._nbytes, _MADV_DONTFORK)
         rest = self._address + self._nbytes
         if (spare := (end - rest) // _PAGE * _PAGE) > 0:
             _libc.madvise(rest, spare, _MADV_DONTNEED)

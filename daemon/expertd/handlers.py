@@ -163,6 +163,7 @@ class Handlers:
             case Attach():
                 if session.role != "worker" or session.model is not None:
                     raise ProtocolError("attach is for a worker that is not attached yet")
+                self._end_replaced(session, message.replaces)
                 model = await self._models.open(message)
                 if connection.ended():  # it lives, so a session given to it now would never end
                     log.info("attach_given_up session=%s", session.id.hex())
@@ -179,6 +180,12 @@ class Handlers:
                 raise ProtocolError(f"{message.kind} is not a request of the attach socket")
         return False
 
+    def _end_replaced(self, session: Session, replaced: bytes) -> None:
+        """End a lost session by the word of its own process (rule 13: nobody else may)."""
+        old = self.sessions.get(SessionId(replaced))
+        if old is not None and old is not session and old.peer.pid == session.peer.pid:
+            self._session_over(old, "replaced")
+
     def _attach(self, session: Session, model: Model, request: Attach) -> Attached:
         if self._draining:
             raise Draining(f"expertd (pid {os.getpid()}) is stopping")
@@ -192,7 +199,7 @@ class Handlers:
                     self._loop,
                     session.connection,
                     session.peer.pid,
-                    lambda: self._session_over(session, "died"),
+                    lambda: self._session_over(session, "exited"),
                 )
             except BaseException:
                 page.close()

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 SEND_HIGH_WATER = 64
 #: Messages of one peer that wait to be taken. Each may have a MiB, and none of it is in the budget.
 RECEIVE_HIGH_WATER = 16
+HANDSHAKE_MS = 2000
 #: Messages taken per wake-up, so that timers and the attach socket get their turn in a flood.
 BATCH = 256
 
@@ -48,6 +49,8 @@ class Router:
         self._socket.setsockopt(zmq.MAXMSGSIZE, ROUTER_MAX_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
+        # a connection that does not speak ZMTP gives its descriptor back soon (the default is 30 s)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         # libzmq's own bind unlinks whatever is at the path (D02), and its close what is there by then
         self._socket.setsockopt(zmq.USE_FD, listener.detach())

@@ -87,7 +87,9 @@ class Attach(Message):
     """Attach to a model. The worker says what it streams; the daemon checks it against the headers.
 
     `quota_min` is the fewest experts the worker must hold at once (its top-k), `quota_wanted` the most
-    it can use; the daemon grants something between or refuses with the numbers.
+    it can use; the daemon grants something between or refuses with the numbers. `replaces` is the
+    worker's own lost session, when it holds nothing there any more: it ends before this one begins,
+    so that a worker never competes with itself.
     """
 
     kind: Literal["attach"] = "attach"
@@ -96,6 +98,7 @@ class Attach(Message):
     layers: Annotated[tuple[LayerSource, ...], Field(min_length=1, max_length=4096)]
     quota_min: PositiveInt
     quota_wanted: PositiveInt
+    replaces: bytes = b""
 
 
 class SlabInfo(Message):

@@ -14,10 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertd_client import Admin, Client
+from expertd_client.session import Wanted
 from expertd_protocol.errors import BudgetExhausted, BudgetTooSmall, ExitCode
+from expertd_protocol.layout import Phase
 from expertd_protocol.stats import SlotCounts, Stats
 from tests.system.daemon import (
     RealDaemon,
@@ -284,6 +287,71 @@ def test_one_worker_too_many_is_refused_with_who_holds_what() -> None:
                 second.attach(demo_source(), quota_min=4, quota_wanted=4)
         with Client.connect(daemon.run_dir) as second:  # the first gave its slots back
             second.attach(demo_source(), quota_min=4, quota_wanted=4)
+
+
+def test_a_worker_that_lost_its_connection_does_not_compete_with_itself() -> None:
+    """At the minimum budget there is room for one session, its own lost one included."""
+    with (
+        real_daemon(str(demo_minimum(quota=4)), *BUFFERED) as daemon,
+        Client.connect(daemon.run_dir) as client,
+    ):
+        client.attach(demo_source(), quota_min=4, quota_wanted=4)
+        client.pin(0, np.arange(4), Phase.DECODE)
+        client.unpin()
+        first = client.arena.serial
+
+        client._session.attach._sock.shutdown(socket.SHUT_RDWR)
+        client.pin(1, np.arange(4), Phase.DECODE)
+
+        assert client.arena.serial == first + 1
+        (session,) = daemon.stats().sessions
+        assert session.state == "serving"
+        client.unpin()
+
+
+def test_a_session_is_not_ended_by_the_word_of_another_process() -> None:
+    with (
+        real_daemon(QUARTER, *BUFFERED) as daemon,
+        workers(daemon, ("--hold",)) as (holder,),
+    ):
+        holder.wait_for("pinned")
+        (victim,) = daemon.stats().sessions
+        with Client.connect(daemon.run_dir) as client:
+            wanted = Wanted(demo_source(), 4, 4)
+            client._session.map(wanted, 1, time.monotonic() + 10, bytes.fromhex(victim.session))
+            assert victim.session in [s.session for s in daemon.stats().sessions]
+
+
+def test_a_forked_child_keeps_no_slab_alive_when_its_parent_is_gone_F9() -> None:
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from expertd_client import Client
+from tests.system.daemon import demo_source
+client = Client.connect(Path(sys.argv[1]))
+client.attach(demo_source(), quota_min=4, quota_wanted=4)
+if os.fork() == 0:
+    print("child", os.getpid(), flush=True)
+    time.sleep(60)
+os.kill(os.getpid(), {signal.SIGKILL:d})
+"""
+    with real_daemon(QUARTER, *BUFFERED) as daemon:
+        parent = subprocess.Popen(
+            [sys.executable, "-P", "-c", script, str(daemon.run_dir)],
+            stdout=subprocess.PIPE, env=environment(), text=True,
+        )  # fmt: skip
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline().split()[1])
+        try:
+            parent.wait(20)
+            wait_until("the session is over", lambda: not daemon.stats().sessions)
+            maps = Path(f"/proc/{child}/maps").read_text()
+            links = [os.readlink(p) for p in Path(f"/proc/{child}/fd").iterdir()]
+            assert "memfd:expertd" not in maps
+            assert not [link for link in links if "memfd:expertd" in link]
+        finally:
+            os.kill(child, signal.SIGKILL)
+            parent.stdout.close()
 
 
 def test_garbage_on_both_channels_leaves_the_daemon_serving_D34(tmp_path: Path) -> None:
