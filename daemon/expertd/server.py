@@ -8,6 +8,7 @@ loss (D06), and the caller decides what that means for the session.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -27,6 +28,19 @@ RECEIVE_HIGH_WATER = 16
 HANDSHAKE_MS = 2000
 #: Messages taken per wake-up, so that timers and the attach socket get their turn in a flood.
 BATCH = 256
+
+
+def refuse_other_users(router: zmq.SyncSocket) -> None:
+    """Let libzmq drop connections of other users, where it can.
+
+    Not every build for macOS can. The directory (0700) and the socket (0600) keep others out anyway.
+    """
+    try:
+        router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    except zmq.ZMQError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        log.warning("peer_uid_unchecked reason=libzmq_without_IPC_FILTER_UID guard=file_modes")
 
 
 class Router:
@@ -51,7 +65,7 @@ class Router:
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         # a connection that does not speak ZMTP gives its descriptor back soon (the default is 30 s)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        refuse_other_users(self._socket)
         # libzmq's own bind unlinks whatever is at the path (D02), and its close what is there by then
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(endpoints.router_url)

@@ -139,14 +139,28 @@ def _somebody_listens(path: Path) -> bool:
 
 
 def bind_listener(path: Path) -> socket.socket:
-    """Return a listening socket (mode 0600), non-blocking."""
-    clear_stale_socket(path)
+    """Return a listening socket (mode 0600), non-blocking.
+
+    Raises:
+        UnsafePath: something else is at `path`, or the file system has no sockets.
+        AlreadyRunning: somebody listens there.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
+        clear_stale_socket(path)
         listener.bind(os.fspath(path))
+        listener.listen(64)
+        listener.setblocking(False)
+    except OSError as exc:
+        listener.close()
+        raise UnsafePath(
+            f"{path} cannot be bound as a socket ({exc.strerror or exc}); choose another --run-dir, "
+            "on a local disk with room"
+        ) from exc
+    except BaseException:
+        listener.close()
+        raise
     finally:
         os.umask(before)
-    listener.listen(64)
-    listener.setblocking(False)
     return listener

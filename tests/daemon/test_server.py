@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import select
@@ -13,11 +14,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import zmq
 
-from expertd.server import SEND_HIGH_WATER, Router
+from expertd.server import SEND_HIGH_WATER, Router, refuse_other_users
 from expertd.sockets import prepare_run_dir
 from expertd_protocol.codec import ROUTER_MAX_BYTES
 from expertd_protocol.endpoints import Endpoints
@@ -355,3 +357,38 @@ def test_every_socket_is_a_router_or_a_dealer_D11() -> None:
     kinds = {k for p in sources for k in re.findall(r"\.socket\(\s*(zmq\.\w+)", p.read_text())}
 
     assert kinds == {"zmq.ROUTER", "zmq.DEALER"}
+
+
+class FakeSocket:
+    """Takes options, or refuses each with one error number."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.refuses = refuses
+        self.options: dict[int, int] = {}
+
+    def setsockopt(self, option: int, value: int) -> None:
+        if self.refuses:
+            raise zmq.ZMQError(self.refuses)
+        self.options[option] = value
+
+
+def test_only_our_own_user_may_connect() -> None:
+    router = FakeSocket()
+    refuse_other_users(cast(zmq.SyncSocket, router))
+
+    assert router.options == {zmq.IPC_FILTER_UID: os.geteuid()}
+
+
+def test_a_libzmq_that_cannot_check_users_is_said_once_and_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refuse_other_users(cast(zmq.SyncSocket, FakeSocket(errno.EINVAL)))
+
+    assert [(r.levelname, r.getMessage().split()[0]) for r in caplog.records] == [
+        ("WARNING", "peer_uid_unchecked")
+    ]
+
+
+def test_any_other_refusal_is_an_error() -> None:
+    with pytest.raises(zmq.ZMQError):
+        refuse_other_users(cast(zmq.SyncSocket, FakeSocket(errno.ENOTSOCK)))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -282,3 +283,35 @@ def test_only_the_owner_may_connect_whatever_the_umask_D05(mask: int, short_dir:
         assert _mode(path) == 0o600
         assert os.umask(mask) == mask  # and the umask is as it was
         assert not listener.getblocking()
+
+
+@pytest.mark.parametrize("failing", ["bind", "listen"])
+def test_a_socket_that_the_disk_refuses_is_one_sentence(
+    failing: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(socket.socket):
+        def bind(self, address: Any) -> None:
+            self.fail("bind")
+
+        def listen(self, backlog: int = 0, /) -> None:
+            self.fail("listen")
+
+        def fail(self, call: str) -> None:
+            if call == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("expertd.sockets.socket.socket", Refusing)
+    before = os.umask(0o022)
+    os.umask(before)
+
+    with pytest.raises(
+        UnsafePath, match=r"attach\.sock cannot be bound .*No space left.*--run-dir"
+    ):
+        bind_listener(short_dir / "attach.sock")
+
+    assert os.umask(before) == before  # put back
+
+
+def test_a_directory_that_is_gone_is_one_sentence(short_dir: Path) -> None:
+    with pytest.raises(UnsafePath, match="No such file or directory"):
+        bind_listener(short_dir / "gone" / "attach.sock")
