@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from expertctl.demo_live import picture
-from expertctl.demo_run import DemoPlan, perform
-from expertctl.demo_state import DemoState, result_text
-from expertctl.demo_view import PlainView
+from expertctl.demo.live import picture
+from expertctl.demo.performance import DemoPlan, perform
+from expertctl.demo.state import DemoState, result_text
+from expertctl.demo.view import PlainView
 
 WIDTH = 118
 

@@ -14,7 +14,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from expertctl import demo, models, pack, prepare, ps, run, stats, trace, verify
+from expertctl import models, pack, prepare, ps, run, stats, trace, verify
+from expertctl.demo import command as demo
 
 # Nearly all of `expertctl stats` is imports. Measured on its cold start, CPU time: collecting
 # garbage while modules load takes 25 of 265 ms, pydantic's search for plugins up to 30.

@@ -10,8 +10,9 @@ import typer
 if TYPE_CHECKING:
     from expertd_client import Admin
 
-#: A daemon that is up answers in milliseconds, even with every reader thread blocked.
-ANSWER_SECONDS = 5.0
+#: A daemon that is up answers in milliseconds, even with every reader thread blocked; a machine that
+#: is busy with something else may keep it waiting.
+ANSWER_SECONDS = 10.0
 
 RunDir = Annotated[
     Path | None,

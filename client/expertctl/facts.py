@@ -1,7 +1,8 @@
 """Facts of a model that follow from its safetensors headers and its config; no weight is read.
 
 A layer of experts is found by its tensors: projections of one owner whose parts are all stacked
-`[experts, ...]` (layout A). The daemon checks the same layers again when a worker attaches.
+`[experts, ...]` (layout A). That is a rule about names, for headers are all there is here; a worker
+walks the family's own model instead, and the daemon checks what it found when it attaches.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from expertctl import folder as model_folder
+from expertctl.context import context_length
+from expertd_client.model_folder import read_config
+from expertd_client.routing import declared_experts, top_k
 from expertd_protocol.errors import DenseModel, UnsupportedLayout
 from expertd_protocol.layout import Part
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "fc1", "fc2")
 _PART = re.compile(
-    r"(?P<owner>.+)\.(?P<projection>gate_proj|up_proj|down_proj|fc1|fc2)"
+    rf"(?P<owner>.+)\.(?P<projection>{'|'.join(_PROJECTIONS)})"
     r"\.(?P<tensor>weight|scales|biases|bias|global_scale)"
 )
 _ONE_TENSOR_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -130,7 +134,7 @@ def model_facts(
 
     Raises:
         DenseModel: the model has no routed experts.
-        UnsupportedLayout: it has, but they are not stored stacked.
+        UnsupportedLayout: it has, but not where this module looks for them.
     """
     layers = expert_layers(tensors)
     if not layers:
@@ -138,8 +142,8 @@ def model_facts(
     return ModelFacts(
         folder=folder,
         family=str(config.get("model_type", "unknown")),
-        context=model_folder.context_length(config),
-        top_k=model_folder.top_k(config),
+        context=context_length(config),
+        top_k=top_k(config),
         layers=layers,
         total_bytes=sum(t.nbytes for t in tensors.values()),
         quantization=_quantization(config),
@@ -151,17 +155,22 @@ def model_facts(
 def _no_layers(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
 ) -> DenseModel | UnsupportedLayout:
-    n = model_folder.experts(config)
+    n = declared_experts(config)
     separate = any(_ONE_TENSOR_PER_EXPERT.search(name) for name in tensors)
     if n is None and not separate:
         return DenseModel(f"{folder} has no routed experts; plain mlx-lm runs it")
-    how = "one tensor per expert" if separate else "not as one stack per projection"
-    error = UnsupportedLayout(
-        f"{folder} has {n or 'several'} experts per layer, stored as {how}, "
-        "which is not read in place"
+    if separate:
+        error = UnsupportedLayout(
+            f"{folder} has {n or 'several'} experts per layer, stored as one tensor per expert, "
+            "which is not read in place"
+        )
+        error.add_note(f"mlx_lm.convert --hf-path {folder} --mlx-path CONVERTED")
+        return error
+    return UnsupportedLayout(
+        f"config.json of {folder} declares {n} experts per layer, but no expert layer was recognised "
+        f"by its tensor names: two or more stacks [experts, out, in] named {', '.join(_PROJECTIONS)}; "
+        "expertctl run asks the model itself where its experts are, so it may still work"
     )
-    error.add_note(f"mlx_lm.convert --hf-path {folder} --mlx-path CONVERTED")
-    return error
 
 
 def _quantization(config: Mapping[str, Any]) -> str:
@@ -178,7 +187,7 @@ def read_facts(folder: Path) -> ModelFacts:
     """Read headers and config of a folder."""
     from expertd.store.index import build_index
 
-    config = model_folder.read_config(folder)
+    config = read_config(folder)
     index = build_index(folder)
     record_bytes = max((r.layer.record_bytes for r in index.records), default=0)
     return model_facts(folder, config, index.tensors, index.warnings, record_bytes)

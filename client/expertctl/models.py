@@ -67,10 +67,12 @@ def ls(as_json: AsJson = False, run_dir: RunDir = None, socket: Socket = None) -
 
 def in_daemon(model: ModelStats) -> Listed:
     """Return the row of a model the daemon serves; its size is that of all its experts."""
-    from expertctl import folder, render
+    from expertctl import render
+    from expertd_client.model_folder import read_config
+    from expertd_client.routing import top_k
 
     try:
-        config = folder.read_config(Path(model.path))
+        config = read_config(Path(model.path))
     except Exception:  # the folder may be gone while the daemon still serves what is resident
         config = {}
     return Listed(
@@ -79,7 +81,7 @@ def in_daemon(model: ModelStats) -> Listed:
         where=f"daemon ({model.state})",
         family=str(config.get("model_type", "unknown")),
         experts=model.experts,
-        top_k=folder.top_k(config),
+        top_k=top_k(config),
         size_bytes=model.total_expert_bytes,
         resident_bytes=model.resident_bytes,
     )
@@ -106,14 +108,15 @@ def cached_models(cache_dir: Path | None = None) -> list[Listed]:
 
 def cached(name: str, snapshot: Path, size_bytes: int) -> Listed | None:
     """Return the row of one snapshot, None when it is dense or no model at all."""
-    from expertctl import folder
-    from expertd_protocol.errors import NotAModel
+    from expertd_client.model_folder import read_config
+    from expertd_client.routing import declared_experts, top_k
+    from expertd_protocol.errors import ModelError
 
     try:
-        config = folder.read_config(snapshot)
-    except NotAModel:
+        config = read_config(snapshot)
+    except ModelError:
         return None
-    experts = folder.experts(config)
+    experts = declared_experts(config)
     if experts is None:
         return None
     return Listed(
@@ -122,7 +125,7 @@ def cached(name: str, snapshot: Path, size_bytes: int) -> Listed | None:
         where="cache",
         family=str(config.get("model_type", "unknown")),
         experts=experts,
-        top_k=folder.top_k(config),
+        top_k=top_k(config),
         size_bytes=size_bytes,
         resident_bytes=0,
     )
@@ -159,11 +162,12 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a model is made of, from its headers: experts, bytes per token, least budget."""
-    from expertctl import facts, folder
+    from expertctl import facts
+    from expertd_client.model_folder import model_folder, read_config
 
-    path = folder.resolve(model)
+    path = model_folder(model)
     found = facts.read_facts(path)
-    config = folder.read_config(path)
+    config = read_config(path)
     least = facts.minimum_budget(found)
     if as_json:
         print(json.dumps(facts_json(found, config, least)))

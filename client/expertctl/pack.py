@@ -35,7 +35,7 @@ def command(
     from expertctl.packer import Packer, check_source
     from expertctl.progress import byte_bar
     from expertd.store.index import build_index
-    from expertd_mlx.folder import model_folder
+    from expertd_client.model_folder import model_folder
     from expertd_mlx.load import expert_layers
 
     # The daemon's parser first: it names a damaged file, mlx-lm only trips over it.

@@ -46,7 +46,7 @@ def command(
     Uses the daemon that is running. When there is none, a private one lives as long as this
     command, with --budget.
     """
-    from expertctl.run_once import Request, run_once
+    from expertctl.generation import Request, generate
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
@@ -61,7 +61,7 @@ def command(
         chat=not no_chat_template,
         arena_view=arena_view,
     )
-    outcome = run_once(request, budget, run_dir, socket, echo=not as_json)
+    outcome = generate(request, budget, run_dir, socket, echo=not as_json)
     if as_json:
         print(json.dumps(outcome.as_json()), flush=True)
     else:

@@ -33,12 +33,12 @@ def command(
     their hash. Of any other folder only headers, sizes and completeness can be checked. Exit code 3
     when something is not what it should be.
     """
-    from expertctl import folder
     from expertctl.progress import byte_bar
     from expertctl.verifier import Verification
+    from expertd_client.model_folder import model_folder
     from expertd_protocol.errors import Damaged
 
-    verification = Verification(folder.resolve(model))
+    verification = Verification(model_folder(model))
     with byte_bar("verifying", verification.total_bytes) as progress:
         report = verification.run(progress)
     if as_json:

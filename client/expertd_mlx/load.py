@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 import expertd_client
-from expertd_mlx.folder import model_folder, read_config
+from expertd_client.model_folder import model_folder, read_config
 from expertd_mlx.models import stream_of, streamed_classes
 from expertd_protocol.errors import UnsupportedModel
 from expertd_protocol.messages import LayerSource
@@ -38,10 +38,17 @@ def load(
     touches the model belongs to the thread that generates; load it there.
 
     Args:
-        path_or_id: a model folder, or a Hugging Face id that is in the cache. socket: the daemon's
-        run directory or socket; None for the usual place. arena_view: how MLX sees the arena: auto,
-        map (in place) or copy. trust_remote_code: passed on to the tokenizer. Models with their own
-        code cannot be streamed. name: what `expertctl ps` calls this worker.
+        path_or_id: a model folder, or a Hugging Face id that is in the cache.
+        socket: the daemon's run directory or socket; None for the usual place.
+        arena_view: how MLX sees the arena: auto, map (in place) or copy.
+        tokenizer_config: passed on to the tokenizer, as mlx-lm does.
+        model_config: keys that replace those of config.json.
+        adapter_path: a folder of LoRA adapters for what is not streamed.
+        lazy: read the weights that are not streamed only when they are used.
+        return_config: return the config as well.
+        revision: which one of a Hugging Face id.
+        trust_remote_code: passed on to the tokenizer. Models with their own code cannot be streamed.
+        name: what `expertctl ps` calls this worker.
 
     Returns:
         (model, tokenizer), with the config as a third when `return_config`.

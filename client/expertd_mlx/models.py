@@ -26,9 +26,9 @@ from mlx_lm.models.switch_layers import (
 )
 from mlx_lm.utils import _get_classes
 
+from expertd_client.routing import declared_experts, top_k
 from expertd_mlx.packed import refuse_leftovers, unpacked
 from expertd_mlx.planes import DTYPE_NAMES
-from expertd_mlx.routing import declared_experts, top_k
 from expertd_mlx.stream import Stream
 from expertd_mlx.switch import Projection, StreamedLayer, streamed_class
 from expertd_protocol.errors import DenseModel, UnsupportedLayout, UnsupportedModel
@@ -208,7 +208,7 @@ def stream_experts(
     """
     found = list(_expert_layers(model))
     where = str(path) if path else "the model"
-    if not found and (promised := declared_experts(config)) > 1:
+    if not found and (promised := declared_experts(config)):
         raise UnsupportedModel(
             f"{where} declares {promised} experts, but mlx-lm's {config.get('model_type')} keeps them "
             "in layers that expertd does not know; plain mlx_lm.generate runs it"
@@ -230,7 +230,7 @@ def stream_experts(
         for layer_path, _, linears in found
     )
     defaults = vars(model.args) if hasattr(model, "args") else {}
-    stream = Stream(layers, experts, top_k(config, defaults))
+    stream = Stream(layers, experts, top_k(config, defaults) or 1)
     for index, (_, module, linears) in enumerate(found):
         _turn(stream, index, module, linears)
     resident: dict[str, mx.array] = dict(tree_flatten(model.parameters()))

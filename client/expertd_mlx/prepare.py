@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from expertd_mlx.folder import MODEL_KEY, model_folder, read_config
+from expertd_client.model_folder import MODEL_KEY, model_folder, read_config
 from expertd_mlx.models import Classes, streamed_classes
 from expertd_protocol.errors import BadConfig
 

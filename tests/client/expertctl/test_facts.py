@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl import facts, folder
+from expertctl import bundled, facts
+from expertd_client.model_folder import read_config
 from expertd_protocol.errors import DenseModel, UnsupportedLayout
 from expertd_protocol.layout import Part
 
@@ -22,7 +23,7 @@ def stack(owner: str, experts: int, *projections: str) -> dict[str, Header]:
 
 
 def test_the_facts_of_the_bundled_model_add_up() -> None:
-    found = facts.read_facts(folder.bundled())
+    found = facts.read_facts(bundled.FOLDER)
 
     assert (found.family, found.experts, found.top_k, len(found.layers)) == ("qwen3_moe", 32, 4, 6)
     assert found.largest_expert_bytes == 23_040
@@ -34,8 +35,8 @@ def test_the_facts_of_the_bundled_model_add_up() -> None:
 
 
 def test_packed_weights_say_how_many_bits_they_have() -> None:
-    config = folder.read_config(folder.bundled())
-    layer = facts.read_facts(folder.bundled()).layers[0]
+    config = read_config(bundled.FOLDER)
+    layer = facts.read_facts(bundled.FOLDER).layers[0]
     bits = {part.name: facts.part_bits(layer, part, config) for part in layer.parts}
 
     assert bits["gate_proj.weight"] == bits["down_proj.weight"] == 4
@@ -52,7 +53,7 @@ def test_a_module_s_own_group_size_decides_its_bits() -> None:
 
 
 def test_the_least_budget_is_the_daemon_s_own_and_below_all_experts() -> None:
-    found = facts.read_facts(folder.bundled())
+    found = facts.read_facts(bundled.FOLDER)
     least = facts.minimum_budget(found)
 
     assert least is not None
@@ -97,7 +98,8 @@ def test_one_tensor_per_expert_is_refused_with_the_command_that_fixes_it() -> No
     assert caught.value.__notes__ == ["mlx_lm.convert --hf-path /m --mlx-path CONVERTED"]
 
 
-def test_other_stacked_layouts_are_refused_too() -> None:
+def test_where_the_names_say_nothing_the_rule_is_told_and_that_run_may_work() -> None:
     tensors = {"model.layers.0.mlp.experts.gate_up_proj": Header("BF16", (32, 4, 8))}
-    with pytest.raises(UnsupportedLayout, match="32 experts per layer"):
+    rule = r"declares 32 experts per layer.* stacks \[experts, out, in\] named gate_proj, .*, fc2; "
+    with pytest.raises(UnsupportedLayout, match=rule + "expertctl run .* may still work"):
         facts.model_facts(Path("/m"), {"num_local_experts": 32}, tensors)

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from expertctl import facts, folder, models
+from expertctl import bundled, facts, models
 from expertctl.models import Listed
+from expertd_client.model_folder import read_config
 from expertd_protocol.stats import Stats
 
 
@@ -53,9 +54,9 @@ def test_a_model_in_the_daemon_is_not_listed_a_second_time(stats: Stats) -> None
 
 
 def test_show_prints_what_the_json_has() -> None:
-    path = folder.bundled()
+    path = bundled.FOLDER
     found = facts.read_facts(path)
-    config = folder.read_config(path)
+    config = read_config(path)
     value = models.facts_json(found, config, facts.minimum_budget(found))
     text = models.facts_text(found, config, value["minimum_budget_bytes"])
 
@@ -67,7 +68,7 @@ def test_show_prints_what_the_json_has() -> None:
 
 
 def test_a_model_without_top_k_says_what_it_does_not_know() -> None:
-    found = replace(facts.read_facts(folder.bundled()), top_k=None, warnings=("twin ignored",))
+    found = replace(facts.read_facts(bundled.FOLDER), top_k=None, warnings=("twin ignored",))
 
     assert facts.minimum_budget(found) is None
     text = models.facts_text(found, {}, None)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from expertctl import facts, folder
-from expertctl.crew import Crew
-from expertctl.events import Job, Text
+from expertctl import bundled, facts
+from expertctl.demo.crew import Crew
+from expertctl.demo.events import Job, Text
 from expertctl.private_daemon import private_daemon
 
 pytestmark = pytest.mark.timeout(300)
 
-MODEL = str(folder.bundled())
+MODEL = str(bundled.FOLDER)
 PROMPT = "Once upon a time"
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        (("--budget", "64KiB"), 4, f"{facts.minimum_budget(facts.read_facts(folder.bundled())):,}"),
+        (("--budget", "64KiB"), 4, f"{facts.minimum_budget(facts.read_facts(bundled.FOLDER)):,}"),
         (("--budget", "lots"), 4, "is not a size"),
         (("--run-dir", "/nope"), 5, "no daemon"),
     ],

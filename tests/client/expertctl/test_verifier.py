@@ -142,10 +142,10 @@ def test_pack_and_verify_from_the_command_line(tmp_path: Path) -> None:
             env=environment(), capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
 
-    from expertctl.folder import bundled
+    from expertctl import bundled
 
     out = tmp_path / "out"
-    packed = run("pack", str(bundled()), str(out), "--json")
+    packed = run("pack", str(bundled.FOLDER), str(out), "--json")
     assert (packed.returncode, packed.stderr) == (0, "")
     assert json.loads(packed.stdout)["experts"] == 32
     good = run("verify", str(out), "--json")

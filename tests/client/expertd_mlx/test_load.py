@@ -10,13 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 import expertd_mlx
-from expertd_mlx.folder import model_folder
+from expertd_client.model_folder import HUB_PATTERNS, model_folder
 from expertd_protocol.errors import (
     BadConfig,
-    ModelNotFound,
-    NotAModel,
     TruncatedFile,
     UnsupportedModel,
 )
@@ -118,36 +117,8 @@ def test_a_bad_folder_is_reported_by_the_daemon_before_mlx_lm_trips_over_it(
     assert daemon.clients[0].closed
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "~/nothing-at-all/x/y"])
-def test_a_path_that_is_not_there(path: str) -> None:
-    with pytest.raises(ModelNotFound, match="there is no model folder"):
-        model_folder(path)
-
-
-def test_an_id_that_is_not_in_the_cache_shows_the_hubs_words_A30(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-
-    with pytest.raises(ModelNotFound, match="neither a folder nor a model in the") as error:
-        model_folder("mlx-community/no-such-model-4bit")
-
-    assert "\n" not in error.value.message
-    assert "local" in error.value.message
-
-
-def test_a_folder_without_a_config_and_a_file_are_no_models(tmp_path: Path) -> None:
-    with pytest.raises(NotAModel, match=r"has no config\.json"):
-        model_folder(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(NotAModel, match="a model is a folder"):
-        model_folder(tmp_path / "file")
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(NotAModel, match="no JSON object"):
-        model_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(NotAModel, match="not JSON"):
-        model_folder(tmp_path)
+def test_what_must_be_in_the_hub_s_cache_is_what_mlx_lm_downloads() -> None:
+    assert list(HUB_PATTERNS) == DEFAULT_ALLOW_PATTERNS
 
 
 def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from expertctl.demo_state import AgentState, DemoState
-from expertctl.demo_view import agent_line, budget_line
+from expertctl.demo.state import AgentState, DemoState
+from expertctl.demo.view import agent_line, budget_line
 
 _REFRESHES_PER_SECOND = 12
 #: Panels keep one height, so that the display does not jump while text grows.

@@ -6,35 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.run_once import (
-    Outcome,
-    check_context,
-    daemon_for,
-    own_counters,
-    tokens_left,
-)
-from expertd_protocol.errors import ContextExceeded, DaemonUnavailable
+from expertctl.generation import Outcome, daemon_for, own_counters
+from expertd_protocol.errors import DaemonUnavailable
 from expertd_protocol.stats import Counters, Stats
-
-
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ContextExceeded, match=r"2,002 tokens.* 1,024; .* by 978 tokens"):
-        check_context(2002, 1024)
-
-
-@pytest.mark.parametrize(("tokens", "context"), [(1024, 1024), (1, 1024), (10**6, None)])
-def test_a_prompt_that_fits_is_accepted(tokens: int, context: int | None) -> None:
-    check_context(tokens, context)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "prompt", "context", "left"),
-    [(256, 10, None, 256), (256, 10, 1024, 256), (256, 1000, 1024, 25), (256, 1024, 1024, 1)],
-)
-def test_no_more_is_written_than_the_context_holds(
-    wanted: int, prompt: int, context: int | None, left: int
-) -> None:
-    assert tokens_left(wanted, prompt, context) == left
 
 
 def test_a_run_counts_only_its_own_sessions(stats: Stats) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from expertctl import facts, folder
-from expertctl.demo_run import DemoPlan, budget_of
+from expertctl import bundled, facts
+from expertctl.demo.performance import DemoPlan, budget_of
 from expertd_protocol.errors import BadBudget
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,7 +47,7 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in children(process) if "expertctl.agent" in child.cmdline()]
+    return [child for child in children(process) if "expertctl.demo.agent" in child.cmdline()]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_demo_is_exact_and_within_its_budget(temp: Path) -> None:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     value = json.loads(out.splitlines()[-1])
-    found = facts.read_facts(folder.bundled())
+    found = facts.read_facts(bundled.FOLDER)
 
     assert out.count("\n") == 1
     assert value["exact"] is True
@@ -120,7 +120,7 @@ def test_a_demo_that_is_killed_takes_daemon_and_workers_along(temp: Path) -> Non
 
 
 def test_a_budget_below_the_minimum_is_refused_with_the_bytes(temp: Path) -> None:
-    least = facts.minimum_budget(facts.read_facts(folder.bundled()))
+    least = facts.minimum_budget(facts.read_facts(bundled.FOLDER))
     assert least is not None
     with demo("--budget", str(least - 1), temp=temp, agents=1) as process:
         _, err = process.communicate(timeout=120)
@@ -131,7 +131,7 @@ def test_a_budget_below_the_minimum_is_refused_with_the_bytes(temp: Path) -> Non
 
 
 def test_exactly_the_minimum_is_enough_for_one_agent(temp: Path) -> None:
-    least = facts.minimum_budget(facts.read_facts(folder.bundled()))
+    least = facts.minimum_budget(facts.read_facts(bundled.FOLDER))
     with demo("--json", "--budget", str(least), "--tokens", "4", temp=temp, agents=1) as process:
         out, err = process.communicate(timeout=240)
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl import facts, figures, folder
-from expertctl.crew import Crew
-from expertctl.demo_state import AgentState, DemoResult, DemoState, prompt_of
-from expertctl.demo_view import View, make_view
-from expertctl.events import Job, Text
+from expertctl import bundled, facts, figures
+from expertctl.connection import ANSWER_SECONDS
+from expertctl.demo.crew import Crew
+from expertctl.demo.events import Job, Text
+from expertctl.demo.state import AgentState, DemoResult, DemoState, prompt_of
+from expertctl.demo.view import View, make_view
 from expertctl.private_daemon import private_daemon
 from expertctl.shared_memory import SharedMemoryPeak
 from expertd.cache.budget import SystemMemory, parse_budget
+from expertd_client.model_folder import model_folder
 from expertd_protocol.errors import BadBudget
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ LOAD_SECONDS = 180.0
 #: Generous: a loaded CI machine, a big model given with --model.
 RUN_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
-_ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DemoPlan:
 
     @classmethod
     def make(cls, model: str | None, budget: str, agents: int, tokens: int) -> DemoPlan:
-        path = folder.resolve(model) if model else folder.bundled()
+        path = model_folder(model) if model else bundled.FOLDER
         expert_bytes = facts.read_facts(path).all_experts_bytes
         return cls(
             path,
@@ -101,7 +102,7 @@ def perform(plan: DemoPlan, view: View | None = None) -> Iterator[tuple[DemoResu
             daemon = stack.enter_context(private_daemon(str(plan.budget_bytes)))
             peak = stack.enter_context(SharedMemoryPeak(daemon.pid))
             admin = stack.enter_context(
-                Admin.connect(daemon.socket, deadline_seconds=_ANSWER_SECONDS)
+                Admin.connect(daemon.socket, deadline_seconds=ANSWER_SECONDS)
             )
             crew = stack.enter_context(Crew(plan.jobs(daemon.socket)))
             state = DemoState(

@@ -1,6 +1,6 @@
 """A worker process: one agent of the demo, or its fully resident counterpart.
 
-`python -m expertctl.agent` reads a job from stdin and writes events to stdout (see events.py). Both
+`python -m expertctl.demo.agent` reads a job from stdin and writes events to stdout (see events.py). Both
 kinds go through the same prompts, the same sampler and the same ban on ending early, so that their
 tokens can be compared. It never outlives the command that started it: the end of stdin ends it.
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from expertctl.events import GO, Done, Event, Failed, Job, Ready, Text, dump, parse_job
+from expertctl.demo.events import GO, Done, Event, Failed, Job, Ready, Text, dump, parse_job
 from expertd_protocol.errors import ErrorCode, ExitCode, ExpertdError
 
 _VERSIONS_OF = ("mlx", "mlx-lm", "numpy", "pyzmq")

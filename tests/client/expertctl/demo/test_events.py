@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.events import Done, Event, Failed, Job, Ready, Text, dump, dump_job, parse, parse_job
+from expertctl.demo.events import (
+    Done,
+    Event,
+    Failed,
+    Job,
+    Ready,
+    Text,
+    dump,
+    dump_job,
+    parse,
+    parse_job,
+)
 
 _TEXT = st.text(max_size=40)
 EVENTS: st.SearchStrategy[Event] = st.one_of(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from expertctl.demo_live import picture
-from expertctl.demo_state import AgentState, DemoResult, DemoState, prompt_of, result_text
-from expertctl.demo_view import PlainView, agent_line, budget_line
-from expertctl.events import Done, Text
+from expertctl.demo.events import Done, Text
+from expertctl.demo.live import picture
+from expertctl.demo.state import AgentState, DemoResult, DemoState, prompt_of, result_text
+from expertctl.demo.view import PlainView, agent_line, budget_line
 from expertd_protocol.stats import Stats
 
 KEYS = {

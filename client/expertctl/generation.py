@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertctl import figures, folder, render
+from expertctl import figures, render
 from expertctl.connection import ANSWER_SECONDS, attach_socket
+from expertctl.context import check_context, context_length, tokens_left
 from expertctl.private_daemon import private_daemon
 from expertd_client import Admin
-from expertd_protocol.errors import ContextExceeded, DaemonUnavailable
+from expertd_client.model_folder import model_folder, read_config
+from expertd_protocol.errors import DaemonUnavailable
 from expertd_protocol.stats import Counters, Stats
 
 if TYPE_CHECKING:
@@ -84,26 +86,6 @@ class Outcome:
         )
 
 
-def check_context(prompt_tokens: int, context: int | None) -> None:
-    """Refuse a prompt that the model cannot look at.
-
-    Raises:
-        ContextExceeded: the sentence has both numbers.
-    """
-    if context is not None and prompt_tokens > context:
-        raise ContextExceeded(
-            f"the prompt has {prompt_tokens:,} tokens, the context of this model is "
-            f"{context:,}; shorten the prompt by {prompt_tokens - context:,} tokens"
-        )
-
-
-def tokens_left(max_tokens: int, prompt_tokens: int, context: int | None) -> int:
-    """Return how many tokens may be written: the last one needs no room of its own."""
-    if context is None:
-        return max_tokens
-    return max(1, min(max_tokens, context - prompt_tokens + 1))
-
-
 def own_counters(stats: Stats, pid: int) -> Counters:
     return sum((render.counters_of(s) for s in stats.sessions if s.pid == pid), Counters())
 
@@ -133,12 +115,12 @@ def daemon_for(
         yield daemon.socket, "private"
 
 
-def run_once(
+def generate(
     request: Request, budget: str, run_dir: Path | None, socket: Path | None, *, echo: bool
 ) -> Outcome:
     """Generate once; with `echo` the text is written to stdout as it comes."""
-    path = folder.resolve(request.model)
-    context = folder.context_length(folder.read_config(path))
+    path = model_folder(request.model)
+    context = context_length(read_config(path))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with daemon_for(budget, run_dir, socket) as (attach, which):
         import expertd_mlx

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from expertctl.demo_state import DemoResult
+    from expertctl.demo.state import DemoResult
 
 EPILOG = (
     "Examples:\n\n"
@@ -45,7 +45,7 @@ def command(
     Always starts a private daemon, because its budget is part of the point; a daemon that is
     running is left alone. The display goes to stderr, the result to stdout.
     """
-    from expertctl.demo_run import DemoPlan, perform
+    from expertctl.demo.performance import DemoPlan, perform
     from expertd_protocol.errors import ExitCode
 
     plan = DemoPlan.make(model, budget, agents, tokens)
@@ -58,7 +58,7 @@ def command(
 
 def report(result: DemoResult, *, as_json: bool) -> None:
     """Print the result: JSON alone on stdout, or the table there."""
-    from expertctl.demo_state import result_text
+    from expertctl.demo.state import result_text
 
     print(result_text(result), file=sys.stderr if as_json else sys.stdout, flush=True)
     if as_json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertctl import figures, render
-from expertctl.events import Done, Event, Text
+from expertctl.demo.events import Done, Event, Text
 from expertctl.table import table
 from expertd_protocol.stats import Counters, SessionStats, Stats
 

@@ -18,12 +18,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO
 
-from expertctl.events import GO, Done, Event, Failed, Job, Ready, dump_job, parse
+from expertctl.demo.events import GO, Done, Event, Failed, Job, Ready, dump_job, parse
 from expertctl.private_daemon import last_sentence, stop
 from expertd_protocol.errors import DeadlineExceeded, ErrorCode, ExitCode, ExpertdError, from_wire
 
 #: `-P` keeps modules of the current directory out of the worker.
-AGENT_COMMAND = (sys.executable, "-P", "-m", "expertctl.agent")
+AGENT_COMMAND = (sys.executable, "-P", "-m", "expertctl.demo.agent")
 LEAVE_SECONDS = 5.0
 #: How long `events` is silent before it yields None, so that a display can be refreshed.
 TICK_SECONDS = 0.1

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol
 
 from expertctl import figures
-from expertctl.demo_state import AgentState, DemoState
+from expertctl.demo.state import AgentState, DemoState
 
 _BAR_WIDTH = 32
 _PLAIN_EVERY_SECONDS = 2.0
@@ -41,7 +41,7 @@ def make_view() -> View:
 
         console = Console(stderr=True)
         if not console.is_dumb_terminal:
-            from expertctl.demo_live import LiveView
+            from expertctl.demo.live import LiveView
 
             return LiveView(console)
     return PlainView()

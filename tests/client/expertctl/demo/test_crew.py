@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from expertctl.crew import Agent, Crew
-from expertctl.events import Done, Event, Job, Text
+from expertctl.demo.crew import Agent, Crew
+from expertctl.demo.events import Done, Event, Job, Text
 from expertd_protocol.errors import BudgetTooSmall, DeadlineExceeded, ErrorCode, ExpertdError
 
 PRELUDE = """
