@@ -70,8 +70,8 @@ class DaemonConfig(BaseSettings):
     read_mode: Literal["auto", "direct", "buffered"] = Field(
         "auto", description="direct bypasses the page cache; auto falls back where that fails"
     )
-    reader_threads: Annotated[int, Field(ge=1, le=64)] = Field(
-        8, description="threads that read from one device"
+    reader_threads: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None, description="threads that read from one device; measured once for each when not set"
     )
     warm: bool = Field(
         True, description="read a model that fits the budget whole, in the background"

@@ -33,6 +33,7 @@ from expertd.store.index import ExpertIndex, ModelIndex, build_index
 from expertd.store.plan import Fill, Piece, Priority
 from expertd.store.platform import Source, open_source
 from expertd.store.reader import Reader
+from expertd.store.tuning import USUAL_THREADS, state_file, threads_for
 from expertd.thread import in_thread
 from expertd_protocol.errors import (
     BudgetExhausted,
@@ -65,7 +66,8 @@ class ModelOptions:
     """What of the configuration a model needs."""
 
     read_mode: ReadWish
-    threads: int
+    #: Readers of each device; None: measured.
+    threads: int | None
     grace_seconds: float
     max_in_flight: int
     poison_free_slots: bool
@@ -213,19 +215,27 @@ class Models:
         plan, new_buffers = self._plan(experts, layers, request.quota_min)
         self._ledger.take("directory", plan.directory_bytes, "the directory")
         self._ledger.take("slab", plan.slab_bytes, "the slabs")
+        devices = self._new_devices(experts)
+        planned_bytes = new_buffers.nbytes * len(devices)
+        self._ledger.take("read_buffer", planned_bytes, "the read buffers of one more device")
         try:
             arena = await in_thread(lambda: Arena(plan, len(layers), request.experts))
             try:
-                sources = await in_thread(lambda: self._open_sources(experts.index))
+                sources, threads = await in_thread(
+                    lambda: self._open_sources(experts, devices, new_buffers)
+                )
             except BaseException:
                 arena.close()
                 raise
         except BaseException:
             self._ledger.give("directory", plan.directory_bytes)
             self._ledger.give("slab", plan.slab_bytes)
+            self._ledger.give("read_buffer", planned_bytes)
             raise
-        for device in {source.device for source in sources} - self._readers.keys():
-            self._start_reader(device, new_buffers)
+        used = {d: ReadBuffers(n, new_buffers.buffer_bytes) for d, n in threads.items()}
+        self._ledger.give("read_buffer", planned_bytes - sum(b.nbytes for b in used.values()))
+        for device, buffers in used.items():
+            self._start_reader(device, buffers)
         model = Model(experts, sources, request.layers, arena, self._options)
         self.by_path[model.path] = model
         log.info(
@@ -251,10 +261,9 @@ class Models:
     ) -> tuple[ArenaPlan, ReadBuffers]:
         """Plan slabs and, for devices not read yet, buffers."""
         need = needed_bytes(layers, experts.experts, quota_min)
-        devices = {shard.identity.dev for shard in experts.index.shards} - self._readers.keys()
         free = self._ledger.free_bytes
-        buffers = read_buffers(free, need, self._options.threads)
-        free -= buffers.nbytes * len(devices)
+        buffers = read_buffers(free, need, self._options.threads or USUAL_THREADS)
+        free -= buffers.nbytes * len(self._new_devices(experts))
         if free < need:
             holders = ", ".join(
                 f"{m.path} ({m.arena.nbytes:,} bytes, {len(m.sessions)} sessions)"
@@ -267,19 +276,33 @@ class Models:
             )
         return plan_arena(free, layers, experts.experts, quota_min), buffers
 
-    def _open_sources(self, index: ModelIndex) -> list[Source]:
+    def _new_devices(self, experts: ExpertIndex) -> set[int]:
+        return {shard.identity.dev for shard in experts.index.shards} - self._readers.keys()
+
+    def _open_sources(
+        self, experts: ExpertIndex, new_devices: set[int], buffers: ReadBuffers
+    ) -> tuple[list[Source], dict[int, int]]:
+        """Return the open files, and how many threads are to read from each new device."""
         sources: list[Source] = []
+        threads = dict.fromkeys(new_devices, buffers.threads)
+        read_bytes = min(experts.read_bytes, buffers.buffer_bytes)
         try:
-            for shard in index.shards:
+            for shard in experts.index.shards:
                 sources.append(open_source(shard.path, shard.identity, self._options.read_mode))
+            if self._options.threads is None:
+                for device in new_devices:
+                    files = [source for source in sources if source.device == device]
+                    largest = max(files, key=lambda source: source.identity.size)
+                    threads[device] = threads_for(
+                        largest, read_bytes, buffers.threads, state_file()
+                    )
         except BaseException:
             for source in sources:
                 source.close()
             raise
-        return sources
+        return sources, threads
 
     def _start_reader(self, device: int, buffers: ReadBuffers) -> None:
-        self._ledger.take("read_buffer", buffers.nbytes, "the read buffers of one more device")
         self._readers[device] = Reader(
             threads=buffers.threads,
             buffer_bytes=buffers.buffer_bytes,
@@ -289,7 +312,7 @@ class Models:
 
     def idle_reads(self) -> int:
         """Return how many experts that nobody waits for may be ordered now: a short queue's worth."""
-        return max(2 * self._options.threads - len(self._in_flight), 0)
+        return max(2 * (self._options.threads or USUAL_THREADS) - len(self._in_flight), 0)
 
     # --- reads -------------------------------------------------------------------------------
 

@@ -251,6 +251,13 @@ class ExpertIndex:
         return self._expert_bytes[layer]
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of the largest read of one expert: all of it where it is packed, else one part."""
+        if self.index.records:
+            return max(records.layer.record_bytes for records in self.index.records)
+        return max(part.nbytes for parts in self._parts for part in parts)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all experts of all layers."""
         return self.experts * sum(self._expert_bytes)
