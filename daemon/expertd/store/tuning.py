@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: What is used where nothing was measured.
 USUAL_THREADS = 8
 CANDIDATES = (2, 4, 8)
-SECONDS_EACH = 0.08
+SECONDS_EACH = 0.07
 #: Another number must be this much faster than the usual one.
 WORTH = 1.15
 #: A smaller model is read in a moment with any number of threads.

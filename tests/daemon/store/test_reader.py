@@ -219,6 +219,52 @@ def test_aligned_experts_go_straight_into_the_slot_in_one_read(
     assert (source.reads, source.read_bytes) == (1, 16384)
 
 
+def test_aligned_experts_with_room_between_their_parts_go_straight_too(
+    path: Path, reader: Callable[..., Reader], answers: Answers
+) -> None:
+    """A packed record whose part ends on a block, but not where the next one begins."""
+    source = plain_source(path, ReadMode.DIRECT)
+    slots = memoryview(mmap.mmap(-1, 3 * 4096))
+    pieces = (Piece(source, 4096, slots[:4096]), Piece(source, 16384, slots[4096:]))
+    fill = Fill(ExpertKey(0, 0), (0, 0), pieces, Priority.DEMAND, b"s")
+    seen: list[list[int]] = []
+
+    def preadv(fd: int, views: Sequence[Any], offset: int) -> int:
+        seen.append([len(v) for v in views])
+        return strict(fd, views, offset)
+
+    reader(preadv).submit([fill])
+
+    assert answers.error_of(fill) is None
+    assert seen == [[4096, 8192, 8192]]
+    assert bytes_of(fill) == expected(path, fill)
+
+
+def test_large_aligned_reads_take_both_ways_and_bring_the_same_bytes(
+    tmp_path: Path, reader: Callable[..., Reader], answers: Answers
+) -> None:
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(pattern(1 << 20))
+    source = plain_source(path, ReadMode.DIRECT)
+    slot = memoryview(mmap.mmap(-1, 512 << 10))
+    ours = np.frombuffer(slot, np.uint8).ctypes.data
+    straight: list[bool] = []
+
+    def preadv(fd: int, views: Sequence[Any], offset: int) -> int:
+        straight.append(np.frombuffer(views[0], np.uint8).ctypes.data == ours)
+        return strict(fd, views, offset)
+
+    one = reader(preadv, threads=1, buffer_bytes=2 << 20)
+    for at in range(0, 40 * 4096, 4096):
+        fill = Fill(ExpertKey(0, 0), (0, 0), (Piece(source, at, slot),), Priority.DEMAND, b"s")
+        slot[:] = bytes(len(slot))
+        one.submit([fill])
+        assert answers.error_of(fill) is None
+        assert bytes_of(fill) == expected(path, fill)
+
+    assert set(straight) == {True, False}
+
+
 def test_neighbours_of_one_call_share_a_read_and_gaps_are_dropped(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
