@@ -23,6 +23,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from expertd.store.index import ExpertIndex, build_index
 from expertd.store.plan import Fill, Piece, Priority
 from expertd.store.platform import ReadMode, open_source
 from expertd.store.reader import Reader
+from expertd.store.tuning import USUAL_THREADS, tuned
 from expertd_protocol.errors import ExpertdError
 from expertd_protocol.ids import ExpertKey
 from expertd_protocol.layout import SlabLayout, round_up
@@ -110,12 +112,13 @@ class Model:
 class Ours:
     """A Reader and the workers that keep it busy."""
 
-    def __init__(self, threads: int, buffer_bytes: int) -> None:
+    def __init__(self, threads: int, buffer_bytes: int, straight: bool) -> None:
         self._done: queue.SimpleQueue[tuple[Fill, ExpertdError | None]] = queue.SimpleQueue()
         self.reader = Reader(
             threads=threads,
             buffer_bytes=buffer_bytes,
             on_done=lambda fill, error: self._done.put((fill, error)),
+            straight=straight,
         )
 
     def run(self, model: Model, keys: list[ExpertKey]) -> tuple[float, float]:
@@ -146,15 +149,29 @@ def fio(model: Model, nbytes: int, depth: int, seed: int) -> tuple[float, float]
         "fio", "--name=read", "--readonly", "--rw=randread", "--direct=1", "--ioengine=libaio",
         f"--filename={':'.join(map(str, model.files))}", f"--io_size={nbytes}", model.blocks(),
         "--blockalign=4096", f"--iodepth={depth}", f"--randseed={seed}", "--norandommap",
-        "--file_service_type=random", "--output-format=json",
+        "--file_service_type=random", "--mem=malloc", "--output-format=json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # fio's buffers get huge pages as the Reader's do, else it would lose by that alone
+    env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
     if done.returncode:
         raise SystemExit(f"fio failed: {done.stderr.strip()}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     read = job["read"]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * read["runtime"] / 1e3
     return read["io_bytes"] / read["runtime"] * 1e3, cpu / read["io_bytes"] * 1e9
+
+
+def straight_is_better(model: Model, buffer_bytes: int) -> bool:
+    """Ask as the daemon does at the first open of a model."""
+    with tempfile.TemporaryDirectory() as state:
+        file = Path(state) / "readers.json"
+        way = tuned(model.sources[-1], model.record_bytes, buffer_bytes, USUAL_THREADS, file)
+        if not file.exists():
+            print("the shards are too small to be measured; reading straight", file=sys.stderr)
+    return way.straight
 
 
 def ensure(data: Path) -> tuple[Path, Path]:
@@ -188,10 +205,11 @@ def measure(
     plain: Path, packed: Path, threads: int, buffer_bytes: int, rounds: int
 ) -> dict[str, Any]:
     samples: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-    ours = Ours(threads, buffer_bytes)
     rng = random.Random(os.getpid())
     with opened(plain) as in_place, opened(packed) as records:
         arms = {"packed": records, "in_place": in_place}
+        straight = straight_is_better(records, buffer_bytes)
+        ours = Ours(threads, buffer_bytes, straight)
         n = ROUND_BYTES // in_place.expert_bytes
         everything = [
             ExpertKey(layer, expert)
@@ -225,6 +243,7 @@ def measure(
         **{f"{name}_cpu_s_per_gb": round(value, 3) for name, value in cpu.items()},
         "rounds": {name: [round(s[0] / 1e9, 3) for s in v] for name, v in samples.items()},
         "threads": threads,
+        "straight": straight,
         "buffer_bytes": buffer_bytes,
         "model": shape,
     }  # fmt: skip

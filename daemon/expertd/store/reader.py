@@ -5,19 +5,17 @@ done when all its reads are, and `on_done` is called exactly once for each fill,
 A failing read fails only the fills that it touches. The slot is written, but never published, here.
 
 A read whose offsets, lengths and addresses are aligned may go straight into the slots, by one preadv
-over all of them (`store/route.py` finds out whether that is the faster way). Any other direct read
+over all of them; a large one only where that is not slower (`store/tuning.py`). Any other direct read
 goes to the bounce buffer as the aligned superset and is copied from there. Both the read and a large
 copy release the GIL. A disk that hangs blocks these threads and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +24,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertd.store.plan import Fill, Read, ReadQueue, coalesce
-from expertd.store.platform import NOT_DIRECT, READ_MAX_BYTES, Preadv, ReadMode, Source
-from expertd.store.route import Route
+from expertd.store.platform import (
+    NOT_DIRECT,
+    READ_MAX_BYTES,
+    Preadv,
+    ReadMode,
+    Source,
+    read_buffer,
+)
 from expertd_protocol.errors import Draining, ExpertdError, ReadFailed, TruncatedFile
 from expertd_protocol.layout import round_up
 
@@ -37,7 +41,8 @@ log = logging.getLogger(__name__)
 MAX_GAP_BYTES = 16 * 1024
 BUFFER_ALIGN_BYTES = 4096
 BUFFER_MIN_BYTES = 2 * BUFFER_ALIGN_BYTES
-HUGE_PAGE_BYTES = 2 << 20
+#: Smaller aligned reads always go straight: one copy less is all that matters there.
+LARGE_BYTES = 256 * 1024
 #: Copies up to this size keep the GIL: giving it away and waiting for it takes longer.
 COPY_WITH_GIL_BYTES = 16 * 1024
 
@@ -83,6 +88,7 @@ class Reader:
         buffer_bytes: int,
         on_done: OnDone,
         name: str = "reader",
+        straight: bool = True,
         preadv: Preadv = os.preadv,
     ) -> None:
         """Start the threads.
@@ -93,6 +99,7 @@ class Reader:
                 8192 bytes to 64 MiB. `threads * buffer_bytes` counts in the memory budget.
             on_done: Called in a reader thread with the fill and its error or None.
             name: Of the threads, with a number.
+            straight: Large aligned reads go into the slots, not through the buffers.
             preadv: Makes the reads; tests inject failures here.
         """
         if threads < 1:
@@ -109,7 +116,7 @@ class Reader:
         self.buffer_bytes = buffer_bytes
         #: What the read buffers take, for the budget.
         self.nbytes = threads * buffer_bytes
-        self.route = Route()
+        self._straight = straight
         self._on_done = on_done
         self._preadv = preadv
         self._queue: ReadQueue[_Task] = ReadQueue()
@@ -118,7 +125,7 @@ class Reader:
         self._no_jobs = threading.Condition(self._state)
         self._jobs: set[_Job] = set()
         self._closing = self._stopping = False
-        self._buffers = [_buffer(buffer_bytes) for _ in range(threads)]
+        self._buffers = [read_buffer(buffer_bytes) for _ in range(threads)]
         # Daemon threads: one that hangs in a dead disk must not keep the process alive.
         self._threads = [
             threading.Thread(target=self._run, args=(b,), name=f"{name}-{i}", daemon=True)
@@ -264,12 +271,7 @@ class Reader:
 
     def _transfer(self, read: Read, align: int, bounce: memoryview) -> None:
         source, nbytes = read.source, read.nbytes
-        straight = align == 1
-        choice = not straight and _is_aligned(read, align)
-        if choice:
-            straight = self.route.goes_straight(nbytes)
-        began = time.perf_counter()
-        if straight:
+        if align == 1 or ((self._straight or nbytes < LARGE_BYTES) and _is_aligned(read, align)):
             self._read_fully(source, _scatter(read, bounce), read.offset, nbytes, align)
         else:
             start = read.offset - read.offset % align
@@ -282,8 +284,6 @@ class Reader:
                     dest[:] = piece
                 else:
                     np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(piece, np.uint8))
-        if choice:
-            self.route.took(straight, time.perf_counter() - began, nbytes)
         if source.mode is ReadMode.BUFFERED:
             source.drop_cache(read.offset, nbytes)
 
@@ -304,16 +304,6 @@ class Reader:
                     "end of an expert; download the file again"
                 )
             done = start + got
-
-
-def _buffer(nbytes: int) -> mmap.mmap:
-    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux" and nbytes % HUGE_PAGE_BYTES == 0:
-        # Pinning 4 KiB pages is half of what a direct read costs the CPU: measured on 790 KB reads,
-        # 0.068 s per GB with huge pages, 0.131 without.
-        with contextlib.suppress(OSError):  # a kernel without them
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
 
 
 def _changed(fill: Fill) -> ExpertdError | None:

@@ -240,29 +240,34 @@ def test_aligned_experts_with_room_between_their_parts_go_straight_too(
     assert bytes_of(fill) == expected(path, fill)
 
 
-def test_large_aligned_reads_take_both_ways_and_bring_the_same_bytes(
-    tmp_path: Path, reader: Callable[..., Reader], answers: Answers
+@pytest.mark.parametrize("straight", [True, False])
+def test_large_aligned_reads_go_the_way_that_was_measured_and_bring_the_same_bytes(
+    tmp_path: Path, answers: Answers, straight: bool
 ) -> None:
     path = tmp_path / "large.safetensors"
     path.write_bytes(pattern(1 << 20))
     source = plain_source(path, ReadMode.DIRECT)
     slot = memoryview(mmap.mmap(-1, 512 << 10))
     ours = np.frombuffer(slot, np.uint8).ctypes.data
-    straight: list[bool] = []
+    ways: list[bool] = []
 
     def preadv(fd: int, views: Sequence[Any], offset: int) -> int:
-        straight.append(np.frombuffer(views[0], np.uint8).ctypes.data == ours)
+        ways.append(np.frombuffer(views[0], np.uint8).ctypes.data == ours)
         return strict(fd, views, offset)
 
-    one = reader(preadv, threads=1, buffer_bytes=2 << 20)
-    for at in range(0, 40 * 4096, 4096):
-        fill = Fill(ExpertKey(0, 0), (0, 0), (Piece(source, at, slot),), Priority.DEMAND, b"s")
-        slot[:] = bytes(len(slot))
-        one.submit([fill])
-        assert answers.error_of(fill) is None
-        assert bytes_of(fill) == expected(path, fill)
+    one = Reader(threads=1, buffer_bytes=2 << 20, on_done=answers, straight=straight, preadv=preadv)
+    try:
+        for at, size in ((4096, len(slot)), (8192, 4096)):
+            fill = Fill(
+                ExpertKey(0, 0), (0, 0), (Piece(source, at, slot[:size]),), Priority.DEMAND, b"s"
+            )
+            one.submit([fill])
+            assert answers.error_of(fill) is None
+            assert bytes_of(fill) == expected(path, fill)
+    finally:
+        one.close(5)
 
-    assert set(straight) == {True, False}
+    assert ways == [straight, True]  # small ones always go straight
 
 
 def test_neighbours_of_one_call_share_a_read_and_gaps_are_dropped(
