@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from expertd.cache.eviction import AgedUse, EvictionPolicy
+from expertd.cache.eviction import EvictionPolicy, NextUse
 from expertd.cache.experts import ExpertCache, FillOrder, Holder
 from expertd.cache.table import SlotTable
 from expertd_protocol.errors import ReadFailed
@@ -41,7 +41,7 @@ class FakeArena:
             self.directory,
             self.tables,
             slab_of_layer,
-            policy or AgedUse(layers, experts, slots),
+            policy or NextUse(layers, experts),
             fence,
             grace_seconds=GRACE,
             clean=self._clean,
@@ -110,9 +110,7 @@ class FakeWorker:
         self.header = layout.header(self.page)
         self.uses = layout.uses(self.page)
         self.last_use = layout.last_use(self.page)
-        self.holder = Holder(
-            quota, self.header, self.hazards, self.uses, self.last_use, self.uses.copy()
-        )
+        self.holder = Holder(quota, self.header, self.hazards, self.uses)
         self.seq = 0
         self.layer = -1
         self.wanted: tuple[int, ...] = ()

@@ -24,7 +24,7 @@ from expertd.cache.budget import (
     plan_arena,
     read_buffers,
 )
-from expertd.cache.eviction import AgedUse
+from expertd.cache.eviction import NextUse
 from expertd.cache.experts import ExpertCache, FillOrder
 from expertd.cache.ledger import Ledger
 from expertd.latency import LatencyHistogram
@@ -33,7 +33,7 @@ from expertd.store.index import ExpertIndex, ModelIndex, build_index
 from expertd.store.plan import Fill, Piece, Priority
 from expertd.store.platform import Source, open_source
 from expertd.store.reader import Reader
-from expertd.store.tuning import USUAL_THREADS, Tuning, state_file, tuned
+from expertd.store.tuning import USUAL_THREADS, state_file, threads_for
 from expertd.thread import in_thread
 from expertd_protocol.errors import (
     BudgetExhausted,
@@ -95,12 +95,11 @@ class Model:
         #: Counters of sessions that are gone.
         self.gone = (Counters(), Counters())
         self.sessions: list[Session] = []
-        slots = sum(slab.layout.slots for slab in arena.slabs)
         self.cache = ExpertCache(
             arena.directory,
             [slab.table for slab in arena.slabs],
             arena.plan.slab_of_layer,
-            AgedUse(len(layers), index.experts, slots),
+            NextUse(len(layers), index.experts),
             fence,
             grace_seconds=options.grace_seconds,
             max_in_flight=options.max_in_flight,
@@ -221,7 +220,7 @@ class Models:
         try:
             arena = await in_thread(lambda: Arena(plan, len(layers), request.experts))
             try:
-                sources, ways = await in_thread(
+                sources, threads = await in_thread(
                     lambda: self._open_sources(experts, devices, new_buffers)
                 )
             except BaseException:
@@ -232,11 +231,10 @@ class Models:
             self._ledger.give("slab", plan.slab_bytes)
             self._ledger.give("read_buffer", planned_bytes)
             raise
-        size = new_buffers.buffer_bytes
-        used = {device: ReadBuffers(way.threads, size) for device, way in ways.items()}
+        used = {d: ReadBuffers(n, new_buffers.buffer_bytes) for d, n in threads.items()}
         self._ledger.give("read_buffer", planned_bytes - sum(b.nbytes for b in used.values()))
         for device, buffers in used.items():
-            self._start_reader(device, buffers, ways[device].straight)
+            self._start_reader(device, buffers)
         model = Model(experts, sources, request.layers, arena, self._options)
         self.by_path[model.path] = model
         log.info(
@@ -282,10 +280,11 @@ class Models:
 
     def _open_sources(
         self, experts: ExpertIndex, new_devices: set[int], buffers: ReadBuffers
-    ) -> tuple[list[Source], dict[int, Tuning]]:
-        """Return the open files, and how each new device is to be read."""
+    ) -> tuple[list[Source], dict[int, int]]:
+        """Return the open files, and how many threads are to read from each new device."""
         sources: list[Source] = []
-        ways = dict.fromkeys(new_devices, Tuning(buffers.threads))
+        threads = dict.fromkeys(new_devices, buffers.threads)
+        read_bytes = min(experts.read_bytes, buffers.buffer_bytes)
         try:
             for shard in experts.index.shards:
                 sources.append(open_source(shard.path, shard.identity, self._options.read_mode))
@@ -293,26 +292,21 @@ class Models:
                 for device in new_devices:
                     files = [source for source in sources if source.device == device]
                     largest = max(files, key=lambda source: source.identity.size)
-                    ways[device] = tuned(
-                        largest,
-                        experts.read_bytes,
-                        buffers.buffer_bytes,
-                        buffers.threads,
-                        state_file(),
+                    threads[device] = threads_for(
+                        largest, read_bytes, buffers.threads, state_file()
                     )
         except BaseException:
             for source in sources:
                 source.close()
             raise
-        return sources, ways
+        return sources, threads
 
-    def _start_reader(self, device: int, buffers: ReadBuffers, straight: bool) -> None:
+    def _start_reader(self, device: int, buffers: ReadBuffers) -> None:
         self._readers[device] = Reader(
             threads=buffers.threads,
             buffer_bytes=buffers.buffer_bytes,
             on_done=self._done_in_thread,
             name=f"reader-{device:x}",
-            straight=straight,
         )
 
     def idle_reads(self) -> int:

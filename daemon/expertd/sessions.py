@@ -50,14 +50,11 @@ class WorkerPage:
         self._last_good = np.zeros_like(self.counters)
 
     def holder(self) -> Holder:
-        uses = self.layout.uses(self.memory.buffer)
         return Holder(
             quota=self.layout.quota,
             header=self.header,
             hazards=self.hazards,
-            uses=uses,
-            last_use=self.layout.last_use(self.memory.buffer),
-            seen=uses.copy(),
+            uses=self.layout.uses(self.memory.buffer),
         )
 
     def read_counters(self) -> tuple[Counters, Counters]:

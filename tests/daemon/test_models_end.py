@@ -73,10 +73,7 @@ def begin_read(models: Models, model: Model) -> None:
     """Let a worker ask for two experts, and die at once."""
     layout = PageLayout(2, 1, EXPERTS)
     page = bytearray(layout.nbytes)
-    uses = layout.uses(page)
-    holder = Holder(
-        2, layout.header(page), layout.hazards(page), uses, layout.last_use(page), uses.copy()
-    )
+    holder = Holder(2, layout.header(page), layout.hazards(page), layout.uses(page))
     model.cache.add(SESSION, holder)
     model.cache.request(SESSION, Miss(1, 0, 1, (1, 2)), time.monotonic())
     orders, model.cache.fills = model.cache.fills, []

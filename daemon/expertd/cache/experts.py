@@ -81,8 +81,6 @@ class Holder:
     header: U64
     hazards: U64
     uses: U32
-    last_use: U32
-    seen: U32
     waiting: dict[int, Waiting] = field(default_factory=dict)
     #: Number of its latest request.
     seq: int = 0
@@ -174,6 +172,7 @@ class ExpertCache:
         """The process is dead or has given its session back: its hazards end (life, design section 2)."""
         self.stop_serving(session, now)
         self.holders.pop(session, None)
+        self.policy.forget(session)
         self._settle(now)
 
     # --- requests ----------------------------------------------------------------------------
@@ -184,6 +183,7 @@ class ExpertCache:
         self._drop_given_up(holder, now)
         self._check(holder, request)
         self._release_grants(holder, request.seq)
+        self.policy.observe(session, holder.uses.copy(), now)
         holder.seq = request.seq
         phase = Phase(request.phase)
         slab = self.slab_of_layer[request.layer]
@@ -221,7 +221,6 @@ class ExpertCache:
         self._fence()
         self.directory[order.key] = word
         table.state[order.slot] = SlotState.READY
-        self.policy.filled(order.key.layer, order.key.expert, int(now * 1000))
         for waiting in self._waiters.pop(order.key, ()):
             self._grant(waiting, order.slab, order.slot)
             waiting.missing.discard(order.key.expert)
@@ -364,18 +363,18 @@ class ExpertCache:
         candidates = np.flatnonzero(table.state == SlotState.READY)
         if not len(candidates):
             return
-        for holder in self.holders.values():
+        for session, holder in self.holders.items():
             self._release_grants(holder, None, acknowledged_only=True)
             if self._claims_too_much(holder):
                 self._revoke(holder, now)
-            self._observe(holder, now)
+            self.policy.observe(session, holder.uses.copy(), now)
         self._fence()  # an acknowledged reply's hazards are visible from here on
         pinned = np.zeros(len(table), bool)
         pinned[self._held(table.slab)] = True
         candidates = candidates[(table.grants[candidates] == 0) & ~pinned[candidates]]
         layers = table.layer[candidates].astype(np.intp)
         experts = table.expert[candidates].astype(np.intp)
-        chosen = self.policy.victims(layers, experts, need)
+        chosen = self.policy.victims(layers, experts, need, now)
         self.directory[layers[chosen], experts[chosen]] = 0
         self._fence()
         victims = candidates[chosen]
@@ -420,11 +419,6 @@ class ExpertCache:
     def _held(self, slab: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
         pages = (holder.hazards for holder in self.holders.values())
         return held_slots(pages, slab, self.tables[slab].generations)
-
-    def _observe(self, holder: Holder, now: float) -> None:
-        uses = holder.uses.copy()
-        self.policy.observe(uses, holder.seen, holder.last_use, int(now * 1000))
-        holder.seen = uses
 
     def _grant(self, waiting: Waiting, slab: int, slot: int) -> None:
         self.tables[slab].grants[slot] += 1

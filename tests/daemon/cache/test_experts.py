@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from expertd.cache.eviction import AgedUse
+from expertd.cache.eviction import NextUse
 from expertd.cache.table import SlotState
 from expertd_protocol.errors import ProtocolError, QuotaExceeded, TooManyInFlight
 from expertd_protocol.layout import Header, Ints, Phase, pack_word, unpack_word
@@ -71,17 +71,17 @@ def test_what_one_request_waits_for_is_not_evicted_for_its_own_other_members_B01
     worker.use()
 
 
-class JustReadFirst(AgedUse):
-    """The worst of policies: what has just been read leaves first."""
+class MostWantedFirst(NextUse):
+    """The worst of policies: what is needed soonest leaves first."""
 
-    def victims(self, layers: Ints, experts: Ints, need: int) -> Ints:
-        return np.argsort(-self.last_ms[layers, experts], kind="stable")[:need]
+    def victims(self, layers: Ints, experts: Ints, need: int, now: float) -> Ints:
+        return super().victims(layers, experts, len(layers), now)[::-1][:need]
 
 
 @pytest.mark.parametrize("quota", [2, 3, 4])
 def test_what_a_request_has_got_already_stays_until_it_has_all_B01(quota: int) -> None:
     """Another session wants slots all the while."""
-    arena = FakeArena(experts=8, slots=quota + 2, policy=JustReadFirst(2, 8, quota + 2))
+    arena = FakeArena(experts=8, slots=quota + 2, policy=MostWantedFirst(2, 8))
     worker, other = arena.worker(quota=quota), arena.worker(quota=1)
     wanted = 0
     for first in (0, 4, 0, 4):
