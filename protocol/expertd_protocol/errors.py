@@ -53,6 +53,8 @@ class ErrorCode(StrEnum):
     FORKED = "forked"
     STALE_EXPERTS = "stale_experts"
     CONTEXT_EXCEEDED = "context_exceeded"
+    BAD_TRACE = "bad_trace"
+    MISSING_EXTRA = "missing_extra"
 
 
 @unique
@@ -321,6 +323,20 @@ class ContextExceeded(ExpertdError):
     """The prompt is longer than the model's context."""
 
     code = ErrorCode.CONTEXT_EXCEEDED
+    exit_code = ExitCode.USAGE
+
+
+class BadTrace(ExpertdError):
+    """A file is no routing trace, or traces do not fit together."""
+
+    code = ErrorCode.BAD_TRACE
+    exit_code = ExitCode.USAGE
+
+
+class MissingExtra(ExpertdError):
+    """A package that only some commands need is not installed."""
+
+    code = ErrorCode.MISSING_EXTRA
     exit_code = ExitCode.USAGE
 
 
