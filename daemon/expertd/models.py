@@ -33,7 +33,7 @@ from expertd.store.index import ExpertIndex, ModelIndex, build_index
 from expertd.store.plan import Fill, Piece, Priority
 from expertd.store.platform import Source, open_source
 from expertd.store.reader import Reader
-from expertd.store.tuning import USUAL_THREADS, state_file, threads_for
+from expertd.store.tuning import USUAL_THREADS, Tuning, state_file, tuned
 from expertd.thread import in_thread
 from expertd_protocol.errors import (
     BudgetExhausted,
@@ -220,7 +220,7 @@ class Models:
         try:
             arena = await in_thread(lambda: Arena(plan, len(layers), request.experts))
             try:
-                sources, threads = await in_thread(
+                sources, ways = await in_thread(
                     lambda: self._open_sources(experts, devices, new_buffers)
                 )
             except BaseException:
@@ -231,10 +231,11 @@ class Models:
             self._ledger.give("slab", plan.slab_bytes)
             self._ledger.give("read_buffer", planned_bytes)
             raise
-        used = {d: ReadBuffers(n, new_buffers.buffer_bytes) for d, n in threads.items()}
+        size = new_buffers.buffer_bytes
+        used = {device: ReadBuffers(way.threads, size) for device, way in ways.items()}
         self._ledger.give("read_buffer", planned_bytes - sum(b.nbytes for b in used.values()))
         for device, buffers in used.items():
-            self._start_reader(device, buffers)
+            self._start_reader(device, buffers, ways[device].straight)
         model = Model(experts, sources, request.layers, arena, self._options)
         self.by_path[model.path] = model
         log.info(
@@ -280,11 +281,10 @@ class Models:
 
     def _open_sources(
         self, experts: ExpertIndex, new_devices: set[int], buffers: ReadBuffers
-    ) -> tuple[list[Source], dict[int, int]]:
-        """Return the open files, and how many threads are to read from each new device."""
+    ) -> tuple[list[Source], dict[int, Tuning]]:
+        """Return the open files, and how each new device is to be read."""
         sources: list[Source] = []
-        threads = dict.fromkeys(new_devices, buffers.threads)
-        read_bytes = min(experts.read_bytes, buffers.buffer_bytes)
+        ways = dict.fromkeys(new_devices, Tuning(buffers.threads))
         try:
             for shard in experts.index.shards:
                 sources.append(open_source(shard.path, shard.identity, self._options.read_mode))
@@ -292,21 +292,26 @@ class Models:
                 for device in new_devices:
                     files = [source for source in sources if source.device == device]
                     largest = max(files, key=lambda source: source.identity.size)
-                    threads[device] = threads_for(
-                        largest, read_bytes, buffers.threads, state_file()
+                    ways[device] = tuned(
+                        largest,
+                        experts.read_bytes,
+                        buffers.buffer_bytes,
+                        buffers.threads,
+                        state_file(),
                     )
         except BaseException:
             for source in sources:
                 source.close()
             raise
-        return sources, threads
+        return sources, ways
 
-    def _start_reader(self, device: int, buffers: ReadBuffers) -> None:
+    def _start_reader(self, device: int, buffers: ReadBuffers, straight: bool) -> None:
         self._readers[device] = Reader(
             threads=buffers.threads,
             buffer_bytes=buffers.buffer_bytes,
             on_done=self._done_in_thread,
             name=f"reader-{device:x}",
+            straight=straight,
         )
 
     def idle_reads(self) -> int:
