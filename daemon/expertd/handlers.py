@@ -28,6 +28,7 @@ from expertd.snapshot import Daemon, snapshot
 from expertd_protocol import codec
 from expertd_protocol.errors import (
     Draining,
+    ErrorCode,
     ExpertdError,
     ProtocolError,
     TooManySessions,
@@ -277,14 +278,18 @@ class Handlers:
             else:
                 self._reply(peer, codec.encode(self._control(codec.decode(payload))))
         except Exception as exc:
-            error = exc
-            if not isinstance(error, ExpertdError):  # a bug; who asked must not wait for ever
+            # only its words are kept: the error itself, in a local name, would be a cycle that
+            # holds the frames below, and so views of a page that can then not be unmapped
+            if isinstance(exc, ExpertdError):
+                code, message = exc.code, exc.message
+            else:  # a bug; who asked must not wait for ever
                 log.exception("message_failed session=%s", peer.hex())
-                error = ExpertdError(f"expertd failed on this message ({exc!r:.200}); see its log")
+                code = ErrorCode.INTERNAL
+                message = f"expertd failed on this message ({exc!r:.200}); see its log"
             if miss:
-                self._reply(peer, codec.encode_reply(MissError(seq, error.code, error.message)))
+                self._reply(peer, codec.encode_reply(MissError(seq, code, message)))
             else:
-                self._reply(peer, codec.encode(Failure(code=error.code, message=error.message)))
+                self._reply(peer, codec.encode(Failure(code=code, message=message)))
 
     def _reply(self, peer: bytes, payload: bytes) -> None:
         """Send an answer; a session that it does not reach is cut, and so never waits for it (D06)."""
