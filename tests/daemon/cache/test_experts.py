@@ -102,6 +102,26 @@ def test_what_a_request_has_got_already_stays_until_it_has_all_B01(quota: int) -
         worker.unpin()
 
 
+@pytest.mark.parametrize("which", [-1, 1])
+def test_victims_do_not_depend_on_the_order_in_which_reads_end_E21(which: int) -> None:
+    def residents(which: int) -> list[list[int]]:
+        arena = FakeArena(experts=12, slots=7)
+        worker = arena.worker(quota=3)
+        history = []
+        for n in range(12):
+            worker.pin(n % 2, tuple((5 * n + i) % 12 for i in range(3)))
+            while worker.asked:
+                while arena.reading:
+                    arena.finish_read(min(which, len(arena.reading) - 1))
+                arena.advance(GRACE)
+            worker.unpin()
+            history.append(np.flatnonzero(arena.directory).tolist())
+        return history
+
+    assert residents(which) == residents(0)
+    assert len({tuple(one) for one in residents(0)}) > 6
+
+
 def test_a_slot_that_a_worker_holds_is_never_reused() -> None:
     arena = FakeArena(slots=4)
     holder, other = arena.worker(quota=1), arena.worker(quota=2)

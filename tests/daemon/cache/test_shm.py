@@ -385,7 +385,7 @@ def test_no_map_leaves_its_length_to_the_system_D19() -> None:
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "mmap.mmap"
     ]
-    assert {name for name, _ in calls} >= {"shm.py", "arena.py", "reader.py"}
+    assert {name for name, _ in calls} >= {"shm.py", "arena.py", "platform.py"}
 
     for name, call in calls:
         assert len(call.args) >= 2, name
