@@ -6,12 +6,17 @@ BIN := .venv/bin
 JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check lint types imports pytest clean
+# What `make bench` runs, sized to end in 15 minutes on two cores; more in the scripts' --help.
+BENCH_REPLAY ?= --tokens 100 --rounds 1 --width 256 --budgets 0.5 0.25
+BENCH_SCALE ?= --tokens 240 --width 256
+
+.PHONY: help setup demo test check lint types imports pytest bench clean
 
 help:
 	@echo 'make demo    three agents, one small daemon, one real model; proves exactness'
 	@echo 'make test    every check, then every test'
 	@echo 'make check   lint, format, types, import rules'
+	@echo 'make bench   every benchmark, 15 minutes; results and plots in bench/results/'
 	@echo 'make setup   only make .venv'
 	@echo 'make clean   remove .venv, caches and build output'
 
@@ -40,6 +45,16 @@ imports: setup
 
 pytest: setup
 	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# One that cannot run here (no fio, no control groups) says why, and the others go on.
+bench: setup
+	@$(BIN)/python bench/hit_path.py --save
+	@if command -v fio > /dev/null; then $(BIN)/python bench/read.py --save --rounds 3; \
+	else echo 'bench/read.py: fio is not installed'; fi
+	@$(BIN)/python bench/resident.py --save --rounds 7
+	@$(BIN)/python bench/replay.py --save $(BENCH_REPLAY)
+	@$(BIN)/python bench/scale.py --save $(BENCH_SCALE)
+	@$(BIN)/python bench/plots.py
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
