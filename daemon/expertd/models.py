@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +73,25 @@ class ModelOptions:
     poison_free_slots: bool
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What a model has counted, without its sessions that still live."""
+
+    prefill: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)
+    evictions: int = 0
+    device_reads: int = 0
+    device_read_bytes: int = 0
+    saved_reads: int = 0
+    saved_bytes: int = 0
+    read_errors: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+
 class Model:
     """One model folder with its slabs, its cache and its counters."""
 
@@ -114,6 +133,20 @@ class Model:
         """Sum of what the sessions may hold; sessions without a connection count until they are dead."""
         return sum(s.page.layout.quota for s in self.sessions if s.page is not None)
 
+    @property
+    def totals(self) -> Totals:
+        saved = self.cache.tally.saved_reads
+        expert_bytes = [self.index.expert_bytes(layer) for layer in range(len(saved))]
+        return Totals(
+            *self.gone,
+            evictions=self.cache.tally.evictions,
+            device_reads=sum(source.reads for source in self.sources),
+            device_read_bytes=sum(source.read_bytes for source in self.sources),
+            saved_reads=int(saved.sum()),
+            saved_bytes=int(saved @ expert_bytes),
+            read_errors=self.read_errors,
+        )
+
     def fill(self, order: FillOrder) -> Fill:
         """Turn an order of the cache into the reads of its parts."""
         slab = self.arena.slabs[order.slab]
@@ -145,6 +178,9 @@ class Models:
         on_done: Callable[[Model, FillOrder, ExpertdError | None], None],
     ) -> None:
         self.by_path: dict[Path, Model] = {}
+        #: What models counted that are closed: counters of the daemon only grow.
+        self.closed = Totals()
+        self.closed_latency = LatencyHistogram()
         self._ledger = ledger
         self._options = options
         self._loop = loop
@@ -387,6 +423,8 @@ class Models:
                 return False
             await asyncio.sleep(0.005)
         del self.by_path[model.path]
+        self.closed += model.totals
+        self.closed_latency.merge(model.latency)
         plan = model.arena.plan
         await in_thread(
             model.close

@@ -12,7 +12,6 @@ from expertd.models import Model, Models
 from expertd.sessions import Session
 from expertd_protocol.endpoints import Endpoints
 from expertd_protocol.stats import (
-    Counters,
     FileStats,
     ModelStats,
     SessionStats,
@@ -38,10 +37,12 @@ def snapshot(
     live = [s.snapshot(now) for s in sessions if s.model is not None]
     each = [_model(m, [s for s in live if s.model == str(m.path)]) for m in models.by_path.values()]
     latency = LatencyHistogram()
+    latency.merge(models.closed_latency)
     for model in models.by_path.values():
         latency.merge(model.latency)
-    prefill = sum((m.prefill for m in each), Counters())
-    decode = sum((m.decode for m in each), Counters())
+    closed = models.closed
+    prefill = sum((m.prefill for m in each), closed.prefill)
+    decode = sum((m.decode for m in each), closed.decode)
     return Stats(
         version=__version__,
         pid=daemon.pid,
@@ -58,12 +59,12 @@ def snapshot(
         page_bytes=ledger.held("page"),
         slab_bytes=ledger.held("slab"),
         slots=sum((m.slots for m in each), SlotCounts()),
-        evictions=sum(m.evictions for m in each),
-        device_reads=sum(m.device_reads for m in each),
-        device_read_bytes=sum(m.device_read_bytes for m in each),
-        saved_reads=sum(m.saved_reads for m in each),
-        saved_bytes=sum(m.saved_bytes for m in each),
-        read_errors=sum(m.read_errors for m in each),
+        evictions=closed.evictions + sum(m.evictions for m in each),
+        device_reads=closed.device_reads + sum(m.device_reads for m in each),
+        device_read_bytes=closed.device_read_bytes + sum(m.device_read_bytes for m in each),
+        saved_reads=closed.saved_reads + sum(m.saved_reads for m in each),
+        saved_bytes=closed.saved_bytes + sum(m.saved_bytes for m in each),
+        read_errors=closed.read_errors + sum(m.read_errors for m in each),
         queue_depth=models.queue_depth,
         prefill=prefill,
         decode=decode,
@@ -75,6 +76,7 @@ def snapshot(
 
 
 def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
+    totals = model.totals
     slabs = model.arena.slabs
     counts = [s.table.counts(model.cache.held(s.table.slab)) for s in slabs]
     pairs = list(zip(slabs, counts, strict=True))
@@ -100,15 +102,15 @@ def _model(model: Model, sessions: Sequence[SessionStats]) -> ModelStats:
         resident_bytes=sum(c.ready * slab.layout.expert_bytes for slab, c in pairs),
         pinned_bytes=sum(c.pinned * slab.layout.expert_bytes for slab, c in pairs),
         slots=sum(counts, SlotCounts()),
-        evictions=model.cache.tally.evictions,
+        evictions=totals.evictions,
         deferred_reuses=model.cache.tally.deferred_reuses,
-        device_reads=sum(f.reads for f in files),
-        device_read_bytes=sum(f.read_bytes for f in files),
-        saved_reads=model.cache.tally.saved_reads,
-        saved_bytes=model.cache.tally.saved_reads * biggest,
-        read_errors=model.read_errors,
-        prefill=sum((s.prefill for s in sessions), model.gone[0]),
-        decode=sum((s.decode for s in sessions), model.gone[1]),
+        device_reads=totals.device_reads,
+        device_read_bytes=totals.device_read_bytes,
+        saved_reads=totals.saved_reads,
+        saved_bytes=totals.saved_bytes,
+        read_errors=totals.read_errors,
+        prefill=sum((s.prefill for s in sessions), totals.prefill),
+        decode=sum((s.decode for s in sessions), totals.decode),
         miss_latency=model.latency.snapshot(),
         files=files,
     )

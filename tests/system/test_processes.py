@@ -23,6 +23,7 @@ from expertd_protocol.errors import BudgetExhausted, BudgetTooSmall, ExitCode
 from expertd_protocol.layout import Phase
 from expertd_protocol.stats import SlotCounts, Stats
 from tests.system.daemon import (
+    DEMO_MODEL,
     RealDaemon,
     demo_minimum,
     demo_source,
@@ -352,6 +353,26 @@ os.kill(os.getpid(), {signal.SIGKILL:d})
         finally:
             os.kill(child, signal.SIGKILL)
             parent.stdout.close()
+
+
+def test_counters_only_grow_when_one_model_gives_way_to_another(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(DEMO_MODEL, copy)
+    totals = []
+    with real_daemon(QUARTER, *BUFFERED) as daemon:
+        for path in (DEMO_MODEL, copy, DEMO_MODEL):
+            with workers(daemon, ("--passes", "20", "--model", str(path))) as (worker,):
+                assert worker.end() == 0, worker.lines
+            stats = daemon.stats()
+            consistent(stats)
+            assert [m.path for m in stats.models] == [str(path.resolve())]
+            totals.append(stats)
+
+    for name in ("device_reads", "device_read_bytes"):
+        values = [getattr(t, name) for t in totals]
+        assert values[0] < values[1] < values[2]
+    assert [t.total.passes for t in totals] == [20, 40, 60]
+    assert totals[2].miss_latency.count >= totals[1].miss_latency.count > 0
 
 
 def test_garbage_on_both_channels_leaves_the_daemon_serving_D34(tmp_path: Path) -> None:

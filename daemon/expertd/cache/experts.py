@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from expertd.cache.eviction import EvictionPolicy
 from expertd.cache.hazards import count_held, held_slots
@@ -92,9 +93,9 @@ class Holder:
 class Tally:
     """Counters of one model; they only grow."""
 
+    saved_reads: npt.NDArray[np.int64]  # by layer
     evictions: int = 0
     deferred_reuses: int = 0
-    saved_reads: int = 0
 
 
 class ExpertCache:
@@ -125,7 +126,7 @@ class ExpertCache:
         self.tables = tuple(tables)
         self.slab_of_layer = tuple(slab_of_layer)
         self.policy = policy
-        self.tally = Tally()
+        self.tally = Tally(np.zeros(len(directory), np.int64))
         self.fills: list[FillOrder] = []
         self.answers: list[Answer] = []
         self.holders: dict[SessionId, Holder] = {}
@@ -183,7 +184,7 @@ class ExpertCache:
         self._drop_given_up(holder, now)
         self._check(holder, request)
         self._release_grants(holder, request.seq)
-        self.policy.observe(session, holder.uses.copy(), now)
+        self._look(session, now)
         holder.seq = request.seq
         phase = Phase(request.phase)
         slab = self.slab_of_layer[request.layer]
@@ -204,7 +205,7 @@ class ExpertCache:
             waiting.missing.add(expert)
             if slot >= 0 or key in self._waiters:
                 waiting.joined += 1
-                self.tally.saved_reads += 1
+                self.tally.saved_reads[request.layer] += 1
                 self._raise_priority(slab, key, phase)
             else:
                 waiting.missed += 1
@@ -363,11 +364,11 @@ class ExpertCache:
         candidates = np.flatnonzero(table.state == SlotState.READY)
         if not len(candidates):
             return
-        for session, holder in self.holders.items():
+        self._look(None, now)
+        for holder in self.holders.values():
             self._release_grants(holder, None, acknowledged_only=True)
             if self._claims_too_much(holder):
                 self._revoke(holder, now)
-            self.policy.observe(session, holder.uses.copy(), now)
         self._fence()  # an acknowledged reply's hazards are visible from here on
         pinned = np.zeros(len(table), bool)
         pinned[self._held(table.slab)] = True
@@ -419,6 +420,11 @@ class ExpertCache:
     def _held(self, slab: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
         pages = (holder.hazards for holder in self.holders.values())
         return held_slots(pages, slab, self.tables[slab].generations)
+
+    def _look(self, asks: SessionId | None, now: float) -> None:
+        """Show the pages to the policy, that of the session that asks last: the others were there before."""
+        for session in sorted(self.holders, key=lambda name: name == asks):
+            self.policy.observe(session, self.holders[session].uses.copy(), now)
 
     def _grant(self, waiting: Waiting, slab: int, slot: int) -> None:
         self.tables[slab].grants[slot] += 1

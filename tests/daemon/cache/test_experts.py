@@ -54,7 +54,7 @@ def test_two_workers_that_miss_the_same_expert_cause_one_read() -> None:
     assert second.complete
     assert second.last_reply is not None
     assert (second.last_reply.joined, second.last_reply.missed) == (1, 0)
-    assert arena.cache.tally.saved_reads == 1
+    assert arena.cache.tally.saved_reads.tolist() == [1, 0]
 
 
 def test_what_one_request_waits_for_is_not_evicted_for_its_own_other_members_B01() -> None:
