@@ -119,7 +119,7 @@ def replay_daemon(policy: EvictionPolicy, work: Workload, slots: int) -> int:
     resident = np.zeros(work.total, bool)
     uses = np.zeros((work.sessions, work.layers, work.experts), np.uint32)
     names = [SessionId(n.to_bytes(16, "big")) for n in range(work.sessions)]
-    moved: set[int] = set()
+    moved: set[int] = set()  # the other pages are as they were
     hits = held = 0
     for at, step in enumerate(work.steps):
         now = at * STEP_SECONDS
@@ -127,14 +127,13 @@ def replay_daemon(policy: EvictionPolicy, work: Workload, slots: int) -> int:
         here = resident[keys]
         hits += int(np.count_nonzero(here))
         missing = keys[~here]
-        if len(missing):  # a request, with which the daemon looks at its worker's page
-            policy.observe(names[step.session], uses[step.session], now)
+        if len(missing):  # a request: the daemon looks at all pages, the asker's last
             moved.discard(step.session)
-        need = held + len(missing) - slots
-        if need > 0:
-            for n in moved:  # the other pages are as they were
+            for n in (*moved, step.session):
                 policy.observe(names[n], uses[n], now)
             moved.clear()
+        need = held + len(missing) - slots
+        if need > 0:
             resident[keys] = False  # a step's own experts are pinned
             candidates = np.flatnonzero(resident)
             layers, experts = np.divmod(candidates, work.experts)

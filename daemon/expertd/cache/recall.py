@@ -27,7 +27,7 @@ WIDTH_MOST = 32
 #: A layer further back counts this much less: the last six or seven layers decide.
 LAYER_FADE = 0.85
 #: Neighbours that are asked.
-NEIGHBOURS = 8
+NEIGHBOURS = 16
 #: The weight of a neighbour is exp(-SHARPNESS x the share of experts it did not have in common).
 SHARPNESS = 6.0
 
