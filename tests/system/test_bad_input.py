@@ -97,7 +97,7 @@ def replace_by_directory(folder: Path) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], ExitCode]] = {
-    "wrong path": (lambda f: shutil.rmtree(f), ("there is no folder",), ExitCode.MODEL),
+    "wrong path": (lambda f: shutil.rmtree(f), ("there is no model folder",), ExitCode.MODEL),
     "not a model": (
         lambda f: [p.unlink() for p in f.iterdir() if p.suffix in (".safetensors", ".json")],
         ("not a model",),
