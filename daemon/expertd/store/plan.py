@@ -101,23 +101,27 @@ def coalesce(fills: Sequence[Fill], *, max_bytes: int, max_gap: int) -> list[Rea
     for (priority, session, _), pieces in groups.items():
         pieces.sort(key=lambda item: item[1].offset)
         read: Read | None = None
+        end = limit = 0  # of `read`; asking it for every piece takes half of all time here
         for number, piece in pieces:
             source, start, size = piece.source, piece.offset, len(piece.dest)
             if (
                 read is not None
-                and 0 <= start - read.end <= max_gap
-                and start + size <= _limit(read, max_bytes)
+                and 0 <= start - end <= max_gap
+                and start + size <= limit
                 and len(read.segments) < MAX_SEGMENTS // 2  # gaps take a buffer each, too
             ):
                 read.segments.append(Segment(number, start - read.offset, piece.dest))
+                end = start + size
                 continue
             done = 0
             while done < size:
                 read = Read(source, start + done, [], priority, session)
-                take = min(size - done, _limit(read, max_bytes) - start - done)
+                limit = _limit(read, max_bytes)
+                take = min(size - done, limit - start - done)
                 read.segments.append(Segment(number, 0, piece.dest[done : done + take]))
                 reads.append(read)
                 done += take
+            end = start + size
     return reads
 
 
