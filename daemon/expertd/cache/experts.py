@@ -36,6 +36,8 @@ from expertd_protocol.messages import Miss, MissError, MissReply
 #: Slots are kept ready for reuse ahead of demand: one in `AHEAD_SHARE`, within these limits. They are
 #: retired, not emptied: until they are taken, their experts come back without a read when asked for.
 AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 8, 8, 256
+#: So long as nobody waits, new ones are retired when one in so many of these is used up.
+AHEAD_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -340,8 +342,10 @@ class ExpertCache:
                 self._order(table, key, phase, self._waiters[key][0].session)
         wanted = sum(len(queue) for queue in wants.values())
         resting = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
-        short = wanted + self._ahead(table) - len(table.free) - resting
-        if short > 0:
+        ahead = self._ahead(table)
+        short = wanted + ahead - len(table.free) - resting
+        # victims are chosen a few at a time: choosing costs the same for one as for ten
+        if short > (0 if wanted else ahead // AHEAD_BATCH):
             self._retire(table, short, now, looked)
 
     def _order(
