@@ -7,8 +7,8 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 # What `make bench` runs, sized to end in 15 minutes on two cores; more in the scripts' --help.
-BENCH_REPLAY ?= --tokens 100 --rounds 1 --width 256 --budgets 0.5 0.25
-BENCH_SCALE ?= --tokens 240 --width 256
+BENCH_REPLAY ?= --rounds 1 --other-tokens 30
+BENCH_SCALE ?= --tokens 240
 
 .PHONY: help setup demo test check lint types imports pytest bench clean
 
