@@ -14,7 +14,8 @@ it lets go of them. Bytes of the device are the daemon's own count for `shared`,
 that the device did not deliver.
 
 The first line of figures is for different texts of one model, half of the expert bytes in memory; it has
-the most tokens and rounds. The other lines are shorter, so more of them is the cold start. Real traces are taken from --traces or ../shared/traces; without them the bundled model's trace is replayed.
+the most tokens and rounds. The other lines are shorter, so more of them is the cold start. Real traces
+are taken from --traces or ../shared/traces; without them the bundled model's trace is replayed.
 """
 
 from __future__ import annotations
