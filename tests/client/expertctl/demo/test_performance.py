@@ -28,10 +28,15 @@ def demo(*args: str, temp: Path | None = None, agents: int = 2) -> Iterator[subp
     if temp is not None:
         env["TMPDIR"] = str(temp)
     command = [sys.executable, "-m", "expertctl", "demo", "--agents", str(agents), *args]
+    # tests that run in the background inherit that Ctrl-C is ignored, and so would the demo
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        yield process
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:  # a test that failed must not wait for a demo that waits for Ctrl-C
+            process.terminate()
 
 
 def wait_for_line(process: subprocess.Popen[str], start: str) -> str:
