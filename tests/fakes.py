@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from expertd.cache.eviction import EvictionPolicy, NextUse
-from expertd.cache.experts import ExpertCache, FillOrder, Holder
+from expertd.cache.experts import ExpertCache
+from expertd.cache.requests import FillOrder, Holder
 from expertd.cache.table import SlotTable
 from expertd_protocol.errors import ReadFailed
 from expertd_protocol.ids import SessionId

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from expertd import __version__
 from expertd.attach import Connection
-from expertd.cache.experts import FillOrder
 from expertd.cache.ledger import Ledger
+from expertd.cache.requests import FillOrder
 from expertd.cache.shm import create
 from expertd.models import Model, Models
 from expertd.peer import DeathWatch

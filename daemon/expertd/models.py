@@ -25,8 +25,9 @@ from expertd.cache.budget import (
     read_buffers,
 )
 from expertd.cache.eviction import NextUse
-from expertd.cache.experts import ExpertCache, FillOrder
+from expertd.cache.experts import ExpertCache
 from expertd.cache.ledger import Ledger
+from expertd.cache.requests import FillOrder
 from expertd.latency import LatencyHistogram
 from expertd.sessions import Session
 from expertd.store.index import ExpertIndex, ModelIndex, build_index

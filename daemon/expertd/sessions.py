@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expertd.cache.experts import Holder
 from expertd.cache.hazards import count_held
+from expertd.cache.requests import Holder
 from expertd.cache.shm import SharedMemory
 from expertd.latency import LatencyHistogram
 from expertd.peer import DeathWatch, Peer

@@ -15,8 +15,8 @@ import pytest
 
 from expertd import models as models_module
 from expertd.cache.budget import GIB
-from expertd.cache.experts import FillOrder, Holder
 from expertd.cache.ledger import Ledger
+from expertd.cache.requests import FillOrder, Holder
 from expertd.models import Model, ModelOptions, Models
 from expertd.store.reader import Reader
 from expertd_protocol.errors import ExpertdError, ModelChanged

@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from expertd.cache.eviction import EvictionPolicy
 from expertd.cache.hazards import count_held, held_slots
+from expertd.cache.requests import Answer, FillOrder, Holder, Tally, Waiting
 from expertd.cache.table import SlotState, SlotTable
 from expertd_protocol.errors import ExpertdError, ProtocolError, QuotaExceeded, TooManyInFlight
 from expertd_protocol.ids import ExpertKey, SessionId
 from expertd_protocol.layout import (
-    U32,
     U64,
     Header,
     Phase,
@@ -38,66 +36,6 @@ from expertd_protocol.messages import Miss, MissError, MissReply
 AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 8, 8, 256
 #: So long as nobody waits, new ones are retired when one in so many of these is used up.
 AHEAD_BATCH = 4
-
-
-@dataclass(frozen=True)
-class FillOrder:
-    """Read this expert into this slot; answer with `filled` or `failed`.
-
-    `phase` is that of the pass that waits for it; None when nobody does (`warm`).
-    """
-
-    key: ExpertKey
-    slab: int
-    slot: int
-    phase: Phase | None
-    session: SessionId
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Send this to a session. `seconds` is how long the request waited in the daemon."""
-
-    session: SessionId
-    message: MissReply | MissError
-    seconds: float
-
-
-@dataclass
-class Waiting:
-    """One miss request that is not answered yet."""
-
-    session: SessionId
-    request: Miss
-    asked_at: float
-    missing: set[int]
-    joined: int = 0
-    missed: int = 0
-    granted: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class Holder:
-    """A session as the cache sees it: its quota and its (hostile) page."""
-
-    quota: int
-    header: U64
-    hazards: U64
-    uses: U32
-    waiting: dict[int, Waiting] = field(default_factory=dict)
-    #: Number of its latest request.
-    seq: int = 0
-    #: Answered, but the worker has not yet said that it holds the slots itself.
-    grants: deque[tuple[int, list[tuple[int, int]]]] = field(default_factory=deque)
-
-
-@dataclass
-class Tally:
-    """Counters of one model; they only grow."""
-
-    saved_reads: npt.NDArray[np.int64]  # by layer
-    evictions: int = 0
-    deferred_reuses: int = 0
 
 
 class ExpertCache:
