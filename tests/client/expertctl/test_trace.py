@@ -106,7 +106,7 @@ def test_without_matplotlib_a_png_is_refused_with_the_extra_to_install(
 
 
 def test_a_png_is_drawn(file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is the optional extra plots")
     _run("show", file, "--png", tmp_path / "a.png")
 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
