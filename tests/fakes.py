@@ -61,7 +61,12 @@ class FakeArena:
         return worker
 
     def pump(self) -> None:
-        """Do what the server does after each call: begin reads, deliver answers."""
+        """Do what the server does after each call: begin reads, deliver answers, choose victims."""
+        self._deliver()
+        self.cache.retire(self.now)
+        self._deliver()
+
+    def _deliver(self) -> None:
         self.reading += self.cache.fills
         self.cache.fills = []
         answers, self.cache.answers = self.cache.answers, []
@@ -110,7 +115,6 @@ class FakeWorker:
         self.hazards = layout.hazards(self.page)
         self.header = layout.header(self.page)
         self.uses = layout.uses(self.page)
-        self.last_use = layout.last_use(self.page)
         self.holder = Holder(quota, self.header, self.hazards, self.uses)
         self.seq = 0
         self.layer = -1
@@ -173,7 +177,6 @@ class FakeWorker:
     def _hold(self, expert: int, word: int) -> None:
         self.pinned[expert] = word
         self.uses[self.layer, expert] += 1
-        self.last_use[self.layer, expert] = int(self.arena.now * 1000) & 0xFFFF_FFFF
 
     def use(self) -> None:
         """Read the bytes of everything held: each must be the expert that was asked for."""

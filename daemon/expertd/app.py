@@ -81,7 +81,7 @@ async def _serve(
         ledger,
         options,
         loop,
-        lambda model, order, error: handlers.on_fill_done(model, order, error),
+        lambda model, ended: handlers.on_reads_ended(model, ended),
     )
     handlers = Handlers(
         loop,

@@ -12,16 +12,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertd import __version__
 from expertd.attach import Connection
 from expertd.cache.ledger import Ledger
-from expertd.cache.requests import FillOrder
 from expertd.cache.shm import create
-from expertd.models import Model, Models
+from expertd.models import Ended, Model, Models
 from expertd.peer import DeathWatch
 from expertd.sessions import Session, WorkerPage, new_session_id
 from expertd.snapshot import Daemon, snapshot
@@ -312,21 +311,33 @@ class Handlers:
 
     # --- reads and time ------------------------------------------------------------------------
 
-    def on_fill_done(self, model: Model, order: FillOrder, error: ExpertdError | None) -> None:
-        if error is None:
-            model.cache.filled(order, self._clock())
-        else:
-            model.cache.failed(order, error, self._clock())
+    def on_reads_ended(self, model: Model, ended: Sequence[Ended]) -> None:
+        for order, error in ended:
+            if error is None:
+                model.cache.filled(order, self._clock())
+            else:
+                model.cache.failed(order, error, self._clock())
         self._flush(model)
 
     def _flush(self, model: Model) -> None:
         cache = model.cache
         if self._warm and model.stale is None and not self._draining:
             cache.warm(self._models.idle_reads())
+        self._deliver(model)
+        cache.retire(self._clock())
+        if cache.answers:  # refusals of a session that claimed too much
+            self._deliver(model)
+        self._schedule()
+
+    def _deliver(self, model: Model) -> None:
+        cache = model.cache
         while cache.fills:
             orders, cache.fills = cache.fills, []
             for order, error in self._models.submit(model, orders):
                 cache.failed(order, error, self._clock())
+        for key, phase in cache.hurried:
+            self._models.hurry(model, key, phase)
+        cache.hurried.clear()
         answers, cache.answers = cache.answers, []
         for answer in answers:
             session = self.sessions.get(answer.session)
@@ -336,7 +347,6 @@ class Handlers:
             model.latency.add(answer.seconds)
             if not self._send(session.id, codec.encode_reply(answer.message)):
                 self._cut(session)
-        self._schedule()
 
     def _send(self, peer: bytes, payload: bytes) -> bool:
         assert self.router is not None

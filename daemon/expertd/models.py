@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -45,6 +46,7 @@ from expertd_protocol.errors import (
     ProtocolError,
 )
 from expertd_protocol.fence import fence
+from expertd_protocol.ids import ExpertKey
 from expertd_protocol.layout import Part, Phase
 from expertd_protocol.messages import Attach, LayerSource
 from expertd_protocol.stats import Counters
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 REST_SECONDS = 5.0
 
 ReadWish = Literal["auto", "direct", "buffered"]
+#: The end of a read, and why it failed.
+Ended = tuple[FillOrder, ExpertdError | None]
 _PRIORITY = {
     Phase.DECODE: Priority.DEMAND,
     Phase.PREFILL: Priority.PREFILL,
@@ -115,6 +119,8 @@ class Model:
         #: Counters of sessions that are gone.
         self.gone = (Counters(), Counters())
         self.sessions: list[Session] = []
+        #: Reads on their way.
+        self.reading: dict[ExpertKey, Fill] = {}
         self.cache = ExpertCache(
             arena.directory,
             [slab.table for slab in arena.slabs],
@@ -153,8 +159,12 @@ class Model:
         slab = self.arena.slabs[order.slab]
         ranges = self.index.ranges(order.key.layer, order.key.expert)
         pieces = tuple(
-            Piece(self.sources[r.shard], r.offset, destination)
-            for r, destination in zip(ranges, slab.destinations(order.slot), strict=True)
+            [
+                Piece(self.sources[shard], offset, destination)
+                for (shard, offset, _), destination in zip(
+                    ranges, slab.destinations(order.slot), strict=True
+                )
+            ]
         )
         slot = (order.slab, order.slot)
         return Fill(order.key, slot, pieces, _PRIORITY[order.phase], order.session)
@@ -176,7 +186,7 @@ class Models:
         ledger: Ledger,
         options: ModelOptions,
         loop: asyncio.AbstractEventLoop,
-        on_done: Callable[[Model, FillOrder, ExpertdError | None], None],
+        on_done: Callable[[Model, Sequence[Ended]], None],
     ) -> None:
         self.by_path: dict[Path, Model] = {}
         #: What models counted that are closed: counters of the daemon only grow.
@@ -189,6 +199,8 @@ class Models:
         self._readers: dict[int, Reader] = {}
         #: Fills in flight, by identity; a `Fill` holds memoryviews and cannot be hashed.
         self._in_flight: dict[int, tuple[Model, FillOrder, Fill]] = {}
+        #: What the reader threads have finished and the loop has not taken yet.
+        self._finished: deque[tuple[Fill, ExpertdError | None]] = deque()
         self._opening = asyncio.Lock()
 
     @property
@@ -367,28 +379,49 @@ class Models:
         for order in orders:
             fill = model.fill(order)
             self._in_flight[id(fill)] = (model, order, fill)
+            model.reading[order.key] = fill
             batches.setdefault(fill.pieces[0].source.device, []).append(fill)
         refused: list[tuple[FillOrder, ExpertdError]] = []
         for device, fills in batches.items():
             try:
                 self._readers[device].submit(fills)
             except Draining as exc:
-                refused += [(self._in_flight.pop(id(fill))[1], exc) for fill in fills]
+                refused += [(self._landed(fill)[1], exc) for fill in fills]
         return refused
 
-    def _done_in_thread(self, fill: Fill, error: ExpertdError | None) -> None:
-        self._loop.call_soon_threadsafe(self._done, fill, error)
+    def hurry(self, model: Model, key: ExpertKey, phase: Phase) -> None:
+        """Somebody waits by now for a read that was ordered for less: let it overtake others."""
+        fill = model.reading[key]
+        self._readers[fill.pieces[0].source.device].hurry(fill, _PRIORITY[phase])
 
-    def _done(self, fill: Fill, error: ExpertdError | None) -> None:
+    def _done_in_thread(self, fill: Fill, error: ExpertdError | None) -> None:
+        self._finished.append((fill, error))
+        self._loop.call_soon_threadsafe(self._take_finished)
+
+    def _take_finished(self) -> None:
+        """Hand on what the threads have finished since the last time."""
+        ended: dict[Model, list[Ended]] = {}
+        while self._finished:
+            fill, error = self._finished.popleft()
+            model, order = self._landed(fill)
+            ended.setdefault(model, []).append((order, error))
+            if error is not None:
+                self._count_error(model, order, error)
+        for model, orders in ended.items():
+            self._on_done(model, orders)
+
+    def _landed(self, fill: Fill) -> tuple[Model, FillOrder]:
         model, order, _ = self._in_flight.pop(id(fill))
-        if error is not None:
-            model.read_errors += 1
-            if isinstance(error, ModelChanged) and model.stale is None:
-                model.stale = error
-                log.error("model_stale path=%s reason=%s", model.path, error)
-            else:
-                log.warning("read_failed path=%s key=%s reason=%s", model.path, order.key, error)
-        self._on_done(model, order, error)
+        del model.reading[order.key]
+        return model, order
+
+    def _count_error(self, model: Model, order: FillOrder, error: ExpertdError) -> None:
+        model.read_errors += 1
+        if isinstance(error, ModelChanged) and model.stale is None:
+            model.stale = error
+            log.error("model_stale path=%s reason=%s", model.path, error)
+        else:
+            log.warning("read_failed path=%s key=%s reason=%s", model.path, order.key, error)
 
     # --- sessions ----------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class Small:
             self.ledger,
             options,
             loop,
-            lambda model, order, error: self.handlers.on_fill_done(model, order, error),
+            lambda model, ended: self.handlers.on_reads_ended(model, ended),
         )
         daemon = Daemon(os.getpid(), 1, endpoints, time.monotonic())
         self.handlers = Handlers(

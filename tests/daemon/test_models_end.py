@@ -16,10 +16,10 @@ import pytest
 from expertd import models as models_module
 from expertd.cache.budget import GIB
 from expertd.cache.ledger import Ledger
-from expertd.cache.requests import FillOrder, Holder
-from expertd.models import Model, ModelOptions, Models
+from expertd.cache.requests import Holder
+from expertd.models import Ended, Model, ModelOptions, Models
 from expertd.store.reader import Reader
-from expertd_protocol.errors import ExpertdError, ModelChanged
+from expertd_protocol.errors import ModelChanged
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import PageLayout
 from expertd_protocol.messages import Attach, LayerSource, Miss
@@ -52,11 +52,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def models_of(ledger: Ledger) -> Models:
-    def on_done(model: Model, order: FillOrder, error: ExpertdError | None) -> None:
-        if error is None:
-            model.cache.filled(order, time.monotonic())
-        else:
-            model.cache.failed(order, error, time.monotonic())
+    def on_done(model: Model, ended: Sequence[Ended]) -> None:
+        for order, error in ended:
+            if error is None:
+                model.cache.filled(order, time.monotonic())
+            else:
+                model.cache.failed(order, error, time.monotonic())
 
     options = ModelOptions("buffered", 1, 0.005, 4, poison_free_slots=False)
     return Models(ledger, options, asyncio.get_running_loop(), on_done)

@@ -22,14 +22,14 @@ class Slab:
         self.layers = plan.layers
         self.memory = memory
         self.table = SlotTable(number, self.layout.generations(memory.buffer))
+        self._planes = [self.layout.row(part, 0) for part in range(len(self.layout.parts))]
         # generations start at 1: an all-zero page never names a slot by accident
         self.table.generations[:] = 1
 
     def destinations(self, slot: int) -> tuple[memoryview, ...]:
         """Where each part of a slot's expert is written."""
         view = memoryview(self.memory.buffer)
-        rows = (self.layout.row(part, slot) for part in range(len(self.layout.parts)))
-        return tuple(view[at : at + n] for at, n in rows)
+        return tuple([view[at + slot * n : at + slot * n + n] for at, n in self._planes])
 
     def poison(self, slot: int) -> None:
         """Fill a slot with 0xFF: NaN in every float type, so that a use after free shows (B02)."""

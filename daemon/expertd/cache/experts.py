@@ -1,21 +1,21 @@
 """One model's experts in the arena: who is resident, who waits, who leaves.
 
 Synchronous and pure: every call takes `now` and only changes plain state (some of the arrays are
-shared memory). What must be done outside is left in two outboxes, `fills` (experts to read) and
-`answers` (replies to send); the caller takes them after each call. The rules are those of
+shared memory). What must be done outside is left in three outboxes, `fills` (experts to read),
+`hurried` (reads that somebody waits for by now) and `answers` (replies to send); the caller takes them
+after each call. The rules are those of
 daemon/README.md; the ones cited here decide whether a worker can ever see wrong bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from expertd.cache.eviction import EvictionPolicy
-from expertd.cache.hazards import count_held, held_slots
+from expertd.cache.hazards import count_held, held_slots, held_words
 from expertd.cache.requests import Answer, FillOrder, Holder, Tally, Waiting
 from expertd.cache.table import SlotState, SlotTable
 from expertd_protocol.errors import ExpertdError, ProtocolError, QuotaExceeded, TooManyInFlight
@@ -36,7 +36,7 @@ from expertd_protocol.messages import Miss, MissError, MissReply
 #: One in 8 cost 7 % more reads than one in 24, and no less waiting: bench/replay.py, half in memory.
 AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 24, 8, 256
 #: So long as nobody waits, new ones are retired when one in so many of these is used up.
-AHEAD_BATCH = 4
+AHEAD_BATCH = 2
 
 
 class ExpertCache:
@@ -69,6 +69,7 @@ class ExpertCache:
         self.policy = policy
         self.tally = Tally(np.zeros(len(directory), np.int64))
         self.fills: list[FillOrder] = []
+        self.hurried: list[tuple[ExpertKey, Phase]] = []
         self.answers: list[Answer] = []
         self.holders: dict[SessionId, Holder] = {}
         self._fence = fence
@@ -77,10 +78,12 @@ class ExpertCache:
         self._clean = clean
         #: Slot of each expert that is filling, ready or retired; -1 otherwise.
         self._slot_of = np.full(directory.shape, -1, np.int32)
-        #: Experts that wait for a free slot, by slab, decode before prefill.
-        self._wants: list[dict[Phase, deque[ExpertKey]]] = [
-            {Phase.DECODE: deque(), Phase.PREFILL: deque()} for _ in self.tables
+        #: Experts that wait for a free slot, by slab, decode before prefill, the first one first.
+        self._wants: list[dict[Phase, dict[ExpertKey, None]]] = [
+            {Phase.DECODE: {}, Phase.PREFILL: {}} for _ in self.tables
         ]
+        #: For whom each expert is being read; None: nobody waited when it was ordered.
+        self._reading: dict[ExpertKey, Phase | None] = {}
         #: Requests that wait for an expert.
         self._waiters: dict[ExpertKey, list[Waiting]] = {}
         experts = directory.shape[1]
@@ -92,6 +95,7 @@ class ExpertCache:
             experts * self.slab_of_layer[:layer].count(slab)
             for layer, slab in enumerate(self.slab_of_layer)
         ]
+        self._plan_ahead()
         whole_layers = [n for n, slab in enumerate(self.slab_of_layer) if self._whole[slab]]
         self._unread = itertools.starmap(ExpertKey, itertools.product(whole_layers, range(experts)))
 
@@ -99,6 +103,7 @@ class ExpertCache:
 
     def add(self, session: SessionId, holder: Holder) -> None:
         self.holders[session] = holder
+        self._plan_ahead()
 
     def stop_serving(self, session: SessionId, now: float) -> None:
         """The connection is gone, the process is not: forget requests and grants, keep hazards."""
@@ -108,14 +113,24 @@ class ExpertCache:
         for waiting in list(holder.waiting.values()):
             self._abandon(waiting)
         self._release_grants(holder, None)
-        self._settle(now)
+        self.tick(now)
 
     def remove(self, session: SessionId, now: float) -> None:
         """The process is dead or has given its session back: its hazards end (life, design section 2)."""
         self.stop_serving(session, now)
         self.holders.pop(session, None)
+        self._plan_ahead()
         self.policy.forget(session)
-        self._settle(now)
+        self.tick(now)
+
+    def _plan_ahead(self) -> None:
+        """How many slots of each slab to keep free or resting; none where everything fits."""
+        promised = sum(holder.quota for holder in self.holders.values())
+        self._ahead = [
+            max(min(wish, n - promised), 1) if not whole else 0
+            for n, whole in zip(map(len, self.tables), self._whole, strict=True)
+            for wish in (min(max(n // AHEAD_SHARE, AHEAD_LEAST), AHEAD_MOST),)
+        ]
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -125,8 +140,9 @@ class ExpertCache:
         self._drop_given_up(holder, now)
         self._check(holder, request)
         self._release_grants(holder, request.seq)
-        self._look(session, now)
-        holder.seq = request.seq
+        if request.layer <= holder.layer:  # a new pass: two in one look cannot be told apart
+            self.policy.observe(session, holder.uses.copy(), now)
+        holder.seq, holder.layer = request.seq, request.layer
         phase = Phase(request.phase)
         slab = self.slab_of_layer[request.layer]
         table = self.tables[slab]
@@ -135,11 +151,11 @@ class ExpertCache:
         for expert in request.experts:
             key = ExpertKey(request.layer, expert)
             slot = int(self._slot_of[key])
-            state = SlotState(table.state[slot]) if slot >= 0 else SlotState.FREE
-            if state is SlotState.RETIRED:
+            state = table.state[slot] if slot >= 0 else SlotState.FREE
+            if state == SlotState.RETIRED:
                 self._resurrect(table, slot, key)
                 state = SlotState.READY
-            if state is SlotState.READY:
+            if state == SlotState.READY:
                 self._grant(waiting, slab, slot)
                 waiting.joined += 1
                 continue
@@ -147,18 +163,19 @@ class ExpertCache:
             if slot >= 0 or key in self._waiters:
                 waiting.joined += 1
                 self.tally.saved_reads[request.layer] += 1
-                self._raise_priority(slab, key, phase)
+                self._hurry(slab, key, phase)
             else:
                 waiting.missed += 1
-                self._wants[slab][phase].append(key)
+                self._wants[slab][phase][key] = None
             self._waiters.setdefault(key, []).append(waiting)
         if not waiting.missing:
             self._answer(waiting, now)
-        self._settle(now, slab, looked=True)
+        self._assign(table, now)
 
     def filled(self, order: FillOrder, now: float) -> None:
         """The expert's bytes are complete in its slot: publish it (rule 5) and serve who waits."""
         table = self.tables[order.slab]
+        del self._reading[order.key]
         word = pack_word(int(table.generations[order.slot]), order.slab, order.slot)
         self._fence()
         self.directory[order.key] = word
@@ -168,16 +185,17 @@ class ExpertCache:
             waiting.missing.discard(order.key.expert)
             if not waiting.missing:
                 self._answer(waiting, now)
-        self._settle(now, order.slab)
 
     def failed(self, order: FillOrder, error: ExpertdError, now: float) -> None:
         """The read failed: nothing was published, the slot is free again, waiters get the error."""
+        table = self.tables[order.slab]
+        del self._reading[order.key]
         self._slot_of[order.key] = -1
-        self.tables[order.slab].release(order.slot)
+        table.release(order.slot)
         for waiting in self._waiters.pop(order.key, ()):
             self._abandon(waiting)
             self._send(waiting, MissError(waiting.request.seq, error.code, error.message), now)
-        self._settle(now, order.slab)
+        self._assign(table, now)
 
     def fail_all(self, error: ExpertdError, now: float) -> None:
         """Answer every waiting request with an error (drain)."""
@@ -190,7 +208,25 @@ class ExpertCache:
 
     def tick(self, now: float) -> None:
         """Give slots that have rested to whoever waits for one."""
-        self._settle(now)
+        for table in self.tables:
+            self._assign(table, now)
+
+    def retire(self, now: float) -> None:
+        """Choose victims where slots run out. Call it after reads and answers are on their way.
+
+        It takes the longest of all that is done for a request, and rarely does anybody wait for it.
+        """
+        if not any(self._is_short(table) for table in self.tables):
+            return
+        for session, holder in self.holders.items():
+            self.policy.observe(session, holder.uses.copy(), now)
+            self._release_grants(holder, None, acknowledged_only=True)
+            if self._claims_too_much(holder):
+                self._revoke(holder, now)
+        for table in self.tables:  # of all: for one more the policy is asked at little cost
+            need = self._missing(table)
+            if need > 0:
+                self._retire(table, need, now)
 
     def next_due(self, now: float) -> float | None:
         """Return when `tick` may help somebody who waits for a slot, or None."""
@@ -198,10 +234,10 @@ class ExpertCache:
         for table, wants in zip(self.tables, self._wants, strict=True):
             if not any(wants.values()):
                 continue
-            fresh = (table.state == SlotState.RETIRED) & ~table.deferred
             when = now + self._grace  # a worker's unpin makes no event: look again
-            if fresh.any():
-                when = min(when, float(table.retired_at[fresh].min()) + self._grace)
+            for retired_at in table.resting.values():
+                when = min(when, retired_at + self._grace)
+                break  # the others came later
             due = when if due is None else min(due, when)
         return due
 
@@ -226,7 +262,7 @@ class ExpertCache:
     @property
     def busy(self) -> bool:
         """Whether an expert is being read or waited for."""
-        return bool(self._waiters) or any((t.state == SlotState.FILLING).any() for t in self.tables)
+        return bool(self._waiters or self._reading)
 
     def check(self) -> None:
         """Assert what must hold between calls (tests)."""
@@ -264,59 +300,41 @@ class ExpertCache:
                 f"the session's quota is {holder.quota}"
             )
 
-    def _settle(self, now: float, slab: int | None = None, *, looked: bool = False) -> None:
-        for table in self.tables if slab is None else (self.tables[slab],):
-            self._assign(table, now, looked)
-
-    def _assign(self, table: SlotTable, now: float, looked: bool) -> None:
+    def _assign(self, table: SlotTable, now: float) -> None:
+        """Give free slots to who waits for one."""
         wants = self._wants[table.slab]
-        for phase, queue in wants.items():  # everybody who wanted it may be gone
-            wants[phase] = deque(key for key in queue if key in self._waiters)
-        wanted = sum(len(queue) for queue in wants.values())
+        wanted = sum(map(len, wants.values()))
         if wanted > len(table.free):
             self._reclaim(table, wanted - len(table.free), now)
         for phase, queue in wants.items():
             while queue and table.free:
-                key = queue.popleft()
+                key = next(iter(queue))
+                del queue[key]
                 self._order(table, key, phase, self._waiters[key][0].session)
-        wanted = sum(len(queue) for queue in wants.values())
-        resting = int(np.count_nonzero((table.state == SlotState.RETIRED) & ~table.deferred))
-        ahead = self._ahead(table)
-        short = wanted + ahead - len(table.free) - resting
-        # victims are chosen a few at a time: choosing costs the same for one as for ten
-        if short > (0 if wanted else ahead // AHEAD_BATCH):
-            self._retire(table, short, now, looked)
+
+    def _missing(self, table: SlotTable) -> int:
+        """How many slots more should be retired, for who waits and ahead of who will."""
+        ahead = self._ahead[table.slab] - len(table.free) - len(table.resting)
+        return ahead + sum(map(len, self._wants[table.slab].values()))
+
+    def _is_short(self, table: SlotTable) -> bool:
+        """Whether to choose victims now: it costs the same for one as for ten."""
+        wanted = any(self._wants[table.slab].values())
+        return self._missing(table) > (0 if wanted else self._ahead[table.slab] // AHEAD_BATCH)
 
     def _order(
         self, table: SlotTable, key: ExpertKey, phase: Phase | None, session: SessionId
     ) -> None:
         home = self._first_slot[key.layer] + key.expert if self._whole[table.slab] else None
         slot = self._slot_of[key] = table.start_filling(*key, home)
+        self._reading[key] = phase
         self.fills.append(FillOrder(key, table.slab, slot, phase, session))
 
-    def _ahead(self, table: SlotTable) -> int:
-        """How many slots to keep free or resting ahead of demand; none when everything fits."""
-        if self._whole[table.slab]:
-            return 0
-        promised = sum(holder.quota for holder in self.holders.values())
-        wish = min(max(len(table) // AHEAD_SHARE, AHEAD_LEAST), AHEAD_MOST)
-        return max(min(wish, len(table) - promised), 1)
-
-    def _retire(self, table: SlotTable, need: int, now: float, looked: bool) -> None:
-        """Rule 4, first half: take the words of victims away; their slots rest.
-
-        Args:
-            looked: the policy has just seen the pages.
-        """
+    def _retire(self, table: SlotTable, need: int, now: float) -> None:
+        """Rule 4, first half: take the words of victims away; their slots rest."""
         candidates = np.flatnonzero(table.state == SlotState.READY)
         if not len(candidates):
             return
-        if not looked:
-            self._look(None, now)
-        for holder in self.holders.values():
-            self._release_grants(holder, None, acknowledged_only=True)
-            if self._claims_too_much(holder):
-                self._revoke(holder, now)
         self._fence()  # an acknowledged reply's hazards are visible from here on
         pinned = np.zeros(len(table), bool)
         pinned[self._held(table.slab)] = True
@@ -326,31 +344,30 @@ class ExpertCache:
         chosen = self.policy.victims(layers, experts, need, now)
         self.directory[layers[chosen], experts[chosen]] = 0
         self._fence()
-        victims = candidates[chosen]
-        table.state[victims] = SlotState.RETIRED
-        table.retired_at[victims] = now
-        table.deferred[victims] = False
-        self.tally.evictions += len(victims)
+        table.retire(candidates[chosen], now)
+        self.tally.evictions += len(chosen)
 
     def _reclaim(self, table: SlotTable, need: int, now: float) -> None:
         """Rule 4, second half: slots that have rested and that no hazard names become free."""
-        rested = (table.state == SlotState.RETIRED) & (table.retired_at <= now - self._grace)
-        slots = np.flatnonzero(rested)
-        if not len(slots):
-            return
+        rested = itertools.takewhile(
+            lambda slot: table.resting[slot] <= now - self._grace, list(table.resting)
+        )
         self._fence()
-        pinned = np.zeros(len(table), bool)
-        pinned[self._held(table.slab)] = True
-        held = pinned[slots]
-        self.tally.deferred_reuses += int(np.count_nonzero(held & ~table.deferred[slots]))
-        table.deferred[slots] = held
-        slots = slots[~held]
-        oldest = slots[np.argsort(table.retired_at[slots], kind="stable")][:need]
-        for slot in oldest.tolist():
+        held = held_words(holder.hazards for holder in self.holders.values())
+        reusable: list[int] = []
+        for slot in itertools.chain(list(table.deferred), rested):
+            if len(reusable) == need:
+                break
+            if pack_word(int(table.generations[slot]), table.slab, slot) not in held:
+                reusable.append(slot)
+            elif slot in table.resting:
+                table.defer(slot)
+                self.tally.deferred_reuses += 1
+        for slot in reusable:
             self._slot_of[table.layer[slot], table.expert[slot]] = -1
             table.bump_generation(slot)
         self._fence()  # rule 6: who sees new bytes sees the new generation
-        for slot in oldest.tolist():
+        for slot in reusable:
             if self._clean is not None:
                 self._clean(table.slab, slot)
             table.release(slot)
@@ -358,23 +375,23 @@ class ExpertCache:
     def _resurrect(self, table: SlotTable, slot: int, key: ExpertKey) -> None:
         """A retired slot still has its bytes and its generation: give the word back, read nothing."""
         self.directory[key] = pack_word(int(table.generations[slot]), table.slab, slot)
-        table.state[slot] = SlotState.READY
-        table.deferred[slot] = False
+        table.resurrect(slot)
 
-    def _raise_priority(self, slab: int, key: ExpertKey, phase: Phase) -> None:
+    def _hurry(self, slab: int, key: ExpertKey, phase: Phase) -> None:
+        """Somebody joins who may be in more of a hurry than those who wait already."""
         wants = self._wants[slab]
-        if phase is Phase.DECODE and key in wants[Phase.PREFILL]:
-            wants[Phase.PREFILL].remove(key)
-            wants[Phase.DECODE].append(key)
+        if key in self._reading:
+            reading = self._reading[key]
+            if reading is None or phase > reading:
+                self._reading[key] = phase
+                self.hurried.append((key, phase))
+        elif phase is Phase.DECODE and key in wants[Phase.PREFILL]:
+            del wants[Phase.PREFILL][key]
+            wants[Phase.DECODE][key] = None
 
     def _held(self, slab: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
         pages = (holder.hazards for holder in self.holders.values())
         return held_slots(pages, slab, self.tables[slab].generations)
-
-    def _look(self, asks: SessionId | None, now: float) -> None:
-        """Show the pages to the policy, that of the session that asks last: the others were there before."""
-        for session in sorted(self.holders, key=lambda name: name == asks):
-            self.policy.observe(session, self.holders[session].uses.copy(), now)
 
     def _grant(self, waiting: Waiting, slab: int, slot: int) -> None:
         self.tables[slab].grants[slot] += 1
@@ -400,7 +417,7 @@ class ExpertCache:
         for waiting in given_up:
             self._abandon(waiting)
         if given_up:
-            self._settle(now)
+            self.tick(now)
 
     def _abandon(self, waiting: Waiting) -> None:
         """Forget a request. Reads that have begun go on into the cache (C24)."""
@@ -410,8 +427,10 @@ class ExpertCache:
             others = [w for w in self._waiters.get(key, ()) if w is not waiting]
             if others:
                 self._waiters[key] = others
-            else:
-                self._waiters.pop(key, None)
+                continue
+            self._waiters.pop(key, None)
+            for queue in self._wants[self.slab_of_layer[key.layer]].values():
+                queue.pop(key, None)
         for slab, slot in waiting.granted:
             self.tables[slab].grants[slot] -= 1
 

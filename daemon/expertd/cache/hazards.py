@@ -33,6 +33,11 @@ def held_slots(pages: Iterable[U64], slab: int, generations: U64) -> Ints:
     return np.flatnonzero(held)
 
 
+def held_words(pages: Iterable[U64]) -> set[int]:
+    """Return all hazard words of all pages: a slot is held when its own word is among them."""
+    return set(_all_words(pages).tolist())
+
+
 def count_held(page: U64) -> int:
     """Return how many experts one worker holds now."""
     return int(np.count_nonzero(page))

@@ -125,26 +125,27 @@ class Recall:
             return
         if (widest := int(sizes.max())) > self._width:
             self._widen(widest)
-        for layer, mine in zip(rows.tolist(), used, strict=True):
-            self._compare(place, layer, mine)
+        self._compare(place, rows, used)
         layers = rows[row]
         nth = np.arange(len(row)) - (np.cumsum(sizes) - sizes)[row]
         self._keys[place.row, layers, nth] = layers * self.experts + expert
 
-    def _compare(self, place: Place, layer: int, mine: Bools) -> None:
-        bits = self._words(mine)
-        shared = np.add.reduce(np.bitwise_count(self._bits[layer] & bits), 0, np.uint8)
-        place.scores *= LAYER_FADE
-        place.scores += shared
+    def _compare(self, place: Place, rows: Ints, used: Bools) -> None:
+        bits = self._words(used)
+        shared = np.bitwise_count(self._bits[rows] & bits[..., None]).sum(1, np.uint8)
+        fades = _fades(len(rows))
+        place.scores *= LAYER_FADE ** len(rows)
+        place.scores += fades @ shared
         place.scores[place.row] = 0
-        place.perfect = place.perfect * LAYER_FADE + int(np.bitwise_count(bits).sum())
-        self._bits[layer, :, place.row] = bits[:, 0]
+        perfect = fades @ np.bitwise_count(bits).sum(1)
+        place.perfect = place.perfect * LAYER_FADE ** len(rows) + float(perfect)
+        self._bits[rows, :, place.row] = bits
 
-    def _words(self, mine: Bools) -> npt.NDArray[np.uint64]:
-        """A set as bits, u64[words, 1]."""
-        padded = np.zeros(self._bits.shape[1] * 64, np.uint8)
-        padded[: self.experts] = mine
-        return np.packbits(padded).view(np.uint64)[:, None]
+    def _words(self, used: Bools) -> npt.NDArray[np.uint64]:
+        """Sets as bits, u64[sets, words]."""
+        padded = np.zeros((len(used), self._bits.shape[1] * 64), np.uint8)
+        padded[:, : self.experts] = used
+        return np.packbits(padded, 1).view(np.uint64)
 
     def _begin(self, place: Place) -> None:
         row = self._begun % self.passes
@@ -170,3 +171,8 @@ class Recall:
     def _no_keys(self, width: int) -> npt.NDArray[np.int32]:
         """Room for what each pass used, i32[passes, layers, width]: layer x experts + expert."""
         return np.full((self.passes, self.layers, width), self.layers * self.experts, np.int32)
+
+
+def _fades(rows: int) -> F32:
+    """What each of the last layers counts, the latest 1."""
+    return (LAYER_FADE ** np.arange(rows - 1, -1, -1)).astype(np.float32)

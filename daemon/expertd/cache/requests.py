@@ -58,8 +58,9 @@ class Holder:
     hazards: U64
     uses: U32
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    #: Number of its latest request.
+    #: Number and layer of its latest request.
     seq: int = 0
+    layer: int = -1
     #: Answered, but the worker has not yet said that it holds the slots itself.
     grants: deque[tuple[int, list[tuple[int, int]]]] = field(default_factory=deque)
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from expertd_protocol.layout import GENERATION_MASK, U64
+from expertd_protocol.layout import GENERATION_MASK, U64, Ints
 from expertd_protocol.stats import SlotCounts
 
 
@@ -35,9 +35,10 @@ class SlotTable:
         self.expert = np.full(n, -1, np.int32)
         #: Replies that named the slot and are not yet acknowledged: not evictable (rule 2).
         self.grants = np.zeros(n, np.int32)
-        self.retired_at = np.zeros(n, np.float64)
-        #: Retired, grace over, but a hazard still named it at the last scan.
-        self.deferred = np.zeros(n, bool)
+        #: Retired slots and since when, the longest first.
+        self.resting: dict[int, float] = {}
+        #: Retired, grace over, but a hazard still named it at the last scan; the longest first.
+        self.deferred: dict[int, None] = {}
         #: Free slots, the longest free first (a dict keeps order and gives up any one in O(1)).
         self.free: dict[int, None] = dict.fromkeys(range(n))
 
@@ -57,10 +58,29 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         """Put a slot whose bytes nobody can see back on the free list."""
+        self._end_rest(slot)
         self.state[slot] = SlotState.FREE
         self.layer[slot] = self.expert[slot] = -1
-        self.deferred[slot] = False
         self.free[slot] = None
+
+    def retire(self, slots: Ints, now: float) -> None:
+        """Nobody finds the experts of these ready slots any more; who found them may still read."""
+        self.state[slots] = SlotState.RETIRED
+        self.resting.update(dict.fromkeys(slots.tolist(), now))
+
+    def defer(self, slot: int) -> None:
+        """A retired slot has rested, and a hazard names it."""
+        del self.resting[slot]
+        self.deferred[slot] = None
+
+    def resurrect(self, slot: int) -> None:
+        """A retired slot still has its bytes: it is ready again."""
+        self._end_rest(slot)
+        self.state[slot] = SlotState.READY
+
+    def _end_rest(self, slot: int) -> None:
+        self.resting.pop(slot, None)
+        self.deferred.pop(slot, None)
 
     def bump_generation(self, slot: int) -> None:
         """A reused slot is a new thing: words and checks of the old generation no longer match."""
@@ -76,6 +96,8 @@ class SlotTable:
     def check(self) -> None:
         """Assert the invariants (tests)."""
         assert sorted(self.free) == np.flatnonzero(self.state == SlotState.FREE).tolist()
+        retired = sorted([*self.resting, *self.deferred])
+        assert retired == np.flatnonzero(self.state == SlotState.RETIRED).tolist()
         assert (self.grants >= 0).all()
         assert ((self.layer >= 0) == (self.state != SlotState.FREE)).all()
 

@@ -242,8 +242,10 @@ class ExpertIndex:
         if not 0 <= expert < self.experts:
             raise IndexError(f"expert {expert} of {self.experts}")
         return tuple(
-            ByteRange(shard, offset + expert * stride, nbytes)
-            for shard, offset, nbytes, stride in self._bases[layer]
+            [
+                ByteRange(shard, offset + expert * stride, nbytes)
+                for shard, offset, nbytes, stride in self._bases[layer]
+            ]
         )
 
     def expert_bytes(self, layer: int) -> int:

@@ -34,8 +34,7 @@ class Priority(IntEnum):
     PREFETCH = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """Bytes of one file and where they go. `dest` is writable and contiguous; its length counts."""
 
     source: Source

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertd.store.plan import Fill, Read, ReadQueue, coalesce
+from expertd.store.plan import Fill, Priority, Read, ReadQueue, coalesce
 from expertd.store.platform import (
     NOT_DIRECT,
     READ_MAX_BYTES,
@@ -172,6 +172,17 @@ class Reader:
             for task in tasks:
                 self._queue.push(task)
             self._work.notify(len(tasks))
+
+    def hurry(self, fill: Fill, priority: Priority) -> None:
+        """Let the reads of a fill that still wait go with those of `priority`, if that is more urgent."""
+
+        def slower(task: _Task) -> bool:
+            return task.priority > priority and any(job.fill is fill for job in task.jobs)
+
+        with self._state:
+            for task in self._queue.cancel(slower):
+                task.priority = priority
+                self._queue.push(task)
 
     def close(self, deadline_seconds: float) -> bool:
         """Take no more fills, finish those there are, abandon what is left at the deadline.

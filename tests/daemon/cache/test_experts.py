@@ -457,6 +457,26 @@ def test_what_fits_is_read_in_the_background_once_and_only_with_a_session() -> N
     assert arena.directory.all()
 
 
+def test_who_joins_a_read_that_nobody_waited_for_makes_it_urgent() -> None:
+    arena = FakeArena(layers=1, experts=4, slots=5)
+    worker = arena.worker(quota=4)
+    arena.cache.warm(4)
+    arena.pump()
+
+    worker.pin(0, (1, 2), Phase.PREFILL)
+    assert arena.cache.hurried == [((0, 1), Phase.PREFILL), ((0, 2), Phase.PREFILL)]
+    arena.cache.hurried.clear()
+    other = arena.worker(quota=1)
+    other.pin(0, (2,), Phase.DECODE)
+    third = arena.worker(quota=1)
+    third.pin(0, (2,), Phase.PREFILL)  # in less of a hurry: nothing to do
+
+    assert arena.cache.hurried == [((0, 2), Phase.DECODE)]
+    arena.settle()
+    for one in (worker, other, third):
+        one.use()
+
+
 def test_a_slab_that_must_evict_is_not_read_in_the_background() -> None:
     arena = FakeArena(layers=2, experts=4, slots=7)
     arena.worker(quota=2)

@@ -28,11 +28,30 @@ def test_a_slot_knows_its_expert_until_it_is_released() -> None:
     slot = table.start_filling(2, 7)
     assert (table.state[slot], table.layer[slot], table.expert[slot]) == (SlotState.FILLING, 2, 7)
 
-    table.deferred[slot] = True
     table.release(slot)
 
     assert (table.state[slot], table.layer[slot], table.expert[slot]) == (SlotState.FREE, -1, -1)
-    assert not table.deferred[slot]
+    table.check()
+
+
+def test_retired_slots_rest_in_the_order_they_were_retired_until_they_end_it() -> None:
+    table = _table(4)
+    for expert in range(4):
+        table.state[table.start_filling(0, expert)] = SlotState.READY
+
+    table.retire(np.array([2, 0]), 1.0)
+    table.retire(np.array([3]), 2.0)
+    assert list(table.resting.items()) == [(2, 1.0), (0, 1.0), (3, 2.0)]
+    table.check()
+
+    table.defer(2)
+    table.resurrect(0)
+    table.release(3)
+    assert (list(table.resting), list(table.deferred), list(table.free)) == ([], [2], [3])
+    table.check()
+
+    table.resurrect(2)
+    assert not table.deferred
     table.check()
 
 

@@ -632,6 +632,28 @@ def test_demand_overtakes_what_waits(
     assert one.queue_depth == 0
 
 
+def test_what_somebody_waits_for_by_now_overtakes_what_waits(
+    path: Path, reader: Callable[..., Reader], answers: Answers
+) -> None:
+    gate = Gate()
+    source = plain_source(path)
+    one = reader(gate, threads=1)
+    fills = [fill_of(source, (n * 50_000, 10), key=n, priority=Priority.PREFETCH) for n in range(4)]
+    one.submit(fills[:1])
+    gate.entered.get(timeout=WAIT_SECONDS)
+    for fill in fills[1:]:
+        one.submit([fill])
+
+    one.hurry(fills[3], Priority.DEMAND)
+    one.hurry(fills[3], Priority.PREFILL)  # no step back
+    one.hurry(fills[0], Priority.DEMAND)  # is being read already
+    assert one.queue_depth == 3
+    gate.opened.set()
+
+    order = [fill.key.expert for fill, error in answers.take(4) if error is None]
+    assert order == [0, 3, 1, 2]
+
+
 def test_the_parts_of_one_expert_are_read_at_the_same_time(
     path: Path, reader: Callable[..., Reader], answers: Answers
 ) -> None:
