@@ -61,9 +61,9 @@ class FakeArena:
         return worker
 
     def pump(self) -> None:
-        """Do what the server does after each call: begin reads, deliver answers, choose victims."""
+        """Do what the server does after each call: begin reads, deliver answers, and soon `tick`."""
         self._deliver()
-        self.cache.retire(self.now)
+        self.cache.tick(self.now)
         self._deliver()
 
     def _deliver(self) -> None:

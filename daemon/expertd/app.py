@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 #: libzmq aborts the process when accept runs out of descriptors, so there must be many.
 NOFILE_WANTED = 65_536
+#: A reader thread that has work waits so long for a busy loop to let go of Python's lock; the default
+#: of 5 ms is longer than a read takes.
+SWITCH_SECONDS = 0.0005
 #: Connections beside the workers: stats, ps, top.
 ADMIN_CONNECTIONS = 64
 #: What the daemon keeps for itself, slabs and model files included, and what one connection may take:
@@ -44,6 +47,7 @@ def run(config: DaemonConfig) -> None:
     Raises:
         ExpertdError: the start failed; `exit_code` of the error says how to exit.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     raise_descriptor_limit()
     limit = connections_that_fit(config.max_sessions + ADMIN_CONNECTIONS)
     memory = psutil.virtual_memory()

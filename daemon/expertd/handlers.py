@@ -323,14 +323,6 @@ class Handlers:
         cache = model.cache
         if self._warm and model.stale is None and not self._draining:
             cache.warm(self._models.idle_reads())
-        self._deliver(model)
-        cache.retire(self._clock())
-        if cache.answers:  # refusals of a session that claimed too much
-            self._deliver(model)
-        self._schedule()
-
-    def _deliver(self, model: Model) -> None:
-        cache = model.cache
         while cache.fills:
             orders, cache.fills = cache.fills, []
             for order, error in self._models.submit(model, orders):
@@ -347,6 +339,7 @@ class Handlers:
             model.latency.add(answer.seconds)
             if not self._send(session.id, codec.encode_reply(answer.message)):
                 self._cut(session)
+        self._schedule()
 
     def _send(self, peer: bytes, payload: bytes) -> bool:
         assert self.router is not None

@@ -37,6 +37,9 @@ from expertd_protocol.messages import Miss, MissError, MissReply
 AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 24, 8, 256
 #: So long as nobody waits, new ones are retired when one in so many of these is used up.
 AHEAD_BATCH = 2
+#: Choosing victims takes the longest of all, and holds Python's lock: the reads that were just ordered
+#: begin first.
+VICTIMS_AFTER_SECONDS = 0.001
 
 
 class ExpertCache:
@@ -95,6 +98,8 @@ class ExpertCache:
             experts * self.slab_of_layer[:layer].count(slab)
             for layer, slab in enumerate(self.slab_of_layer)
         ]
+        #: Since when (or from when on, where too much was pinned) victims should be chosen.
+        self._short_since: float | None = None
         self._plan_ahead()
         whole_layers = [n for n, slab in enumerate(self.slab_of_layer) if self._whole[slab]]
         self._unread = itertools.starmap(ExpertKey, itertools.product(whole_layers, range(experts)))
@@ -207,17 +212,17 @@ class ExpertCache:
     # --- time --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Give slots that have rested to whoever waits for one."""
+        """Give slots that have rested to whoever waits for one; choose victims where slots run out."""
         for table in self.tables:
             self._assign(table, now)
+        self._short_since = None
+        if any(self._is_short(table) for table in self.tables):
+            self._choose_victims(now)
+            # too much is pinned: a worker's unpin makes no event, so look again, but not at once
+            if any(self._is_short(table) for table in self.tables):
+                self._short_since = now + self._grace
 
-    def retire(self, now: float) -> None:
-        """Choose victims where slots run out. Call it after reads and answers are on their way.
-
-        It takes the longest of all that is done for a request, and rarely does anybody wait for it.
-        """
-        if not any(self._is_short(table) for table in self.tables):
-            return
+    def _choose_victims(self, now: float) -> None:
         for session, holder in self.holders.items():
             self.policy.observe(session, holder.uses.copy(), now)
             self._release_grants(holder, None, acknowledged_only=True)
@@ -229,17 +234,18 @@ class ExpertCache:
                 self._retire(table, need, now)
 
     def next_due(self, now: float) -> float | None:
-        """Return when `tick` may help somebody who waits for a slot, or None."""
-        due = None
+        """Return when `tick` has something to do, or None."""
+        due = []
         for table, wants in zip(self.tables, self._wants, strict=True):
-            if not any(wants.values()):
-                continue
-            when = now + self._grace  # a worker's unpin makes no event: look again
-            for retired_at in table.resting.values():
-                when = min(when, retired_at + self._grace)
-                break  # the others came later
-            due = when if due is None else min(due, when)
-        return due
+            short, wanted = self._is_short(table), any(wants.values())
+            if short:
+                self._short_since = self._short_since or now
+                due.append(self._short_since + (0 if wanted else VICTIMS_AFTER_SECONDS))
+            if wanted:
+                due.append(now + self._grace)  # what was deferred may be free by now
+                # the first one has rested longest
+                due += [t + self._grace for t in itertools.islice(table.resting.values(), 1)]
+        return min(due, default=None)
 
     def warm(self, most: int) -> None:
         """Order up to `most` experts that nobody asked for yet, of slabs that can hold them all.

@@ -142,22 +142,26 @@ class Source:
 
     def verify(self) -> None:
         """Do what `check_identity` does, but let an OSError of the device through."""
+        there: os.stat_result | None
+        try:
+            there = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        if there is not None and self.identity.matches(there):
+            return  # that says the same of the open file: it is the same inode
         now = os.fstat(self.fd)
         if not self.identity.matches(now):
             raise ModelChanged(
                 f"{self.path} was rewritten in place (it had {self.identity.size} bytes, now "
                 f"{now.st_size}, or has another time); end its sessions and attach again"
             )
-        try:
-            there = os.stat(self._path)
-        except (FileNotFoundError, NotADirectoryError) as exc:
+        if there is None:
             raise ModelChanged(
                 f"{self.path} was deleted or moved away; put it back or attach to another model"
-            ) from exc
-        if not self.identity.matches(there):
-            raise ModelChanged(
-                f"{self.path} was replaced by another file; end its sessions and attach again"
             )
+        raise ModelChanged(
+            f"{self.path} was replaced by another file; end its sessions and attach again"
+        )
 
     def fall_back(self, reason: str) -> None:
         """Read through the page cache from now on; logs it the first time."""

