@@ -3,9 +3,10 @@
     python bench/hit_path.py [--json] [--save]
 
 The daemon side is the client's `FakeDaemon` in a process of its own; a hit never reaches it, which is
-checked. One sample is a pass over 48 layers, divided by 48. The round trip is the message that a hit
-saves, with nothing else behind it: a request for 8 experts encoded, sent over ipc (about 60 bytes with
-its routing id), decoded by a ROUTER in another process, and its reply of 8 words on the same way back.
+checked. One sample is a pass over 48 layers and its end, which counts, divided by 48. The round trip is
+the message that a hit saves, with nothing else behind it: a request for 8 experts encoded, sent over ipc
+(about 60 bytes with its routing id), decoded by a ROUTER in another process, and its reply of 8 words on
+the same way back.
 `zmq_bare_rtt_us` is the same with bytes that nobody encodes or decodes. Rounds of all three alternate, so
 that whatever else runs here hits all of them.
 """
@@ -111,6 +112,7 @@ def measure(run_dir: Path) -> dict[str, float]:
                 for layer, experts in wanted:
                     client.pin(layer, experts, Phase.DECODE)
                     client.unpin()
+                client.end_pass(1, Phase.DECODE)
                 return len(wanted)
 
             def one_trip() -> int:

@@ -57,7 +57,6 @@ class PageView:
     header: U64
     hazards: U64
     counters: U64
-    last_use: U32
     uses: U32
 
 
@@ -106,7 +105,6 @@ class Arena:
                 page.header(own),
                 page.hazards(own),
                 page.counters(own),
-                page.last_use(own),
                 page.uses(own),
             )
             for layout, fd in zip(layouts, fds[2:], strict=True):

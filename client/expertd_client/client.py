@@ -245,11 +245,13 @@ class Client:
 
     # --- the rest --------------------------------------------------------------------------------
     def stats(self) -> Stats:
-        """Return the daemon's snapshot of everything."""
+        """Return the daemon's snapshot of everything, this worker's latest hits included."""
         self._check_open()
         self._check_thread()
         if self._session.lost:
             raise errors.DaemonUnavailable(f"the daemon at {self._path} is gone")
+        if self._pins is not None:
+            self._pins.publish()
         dealer = self._session.dealer
         return ask(dealer, StatsRequest(), StatsReply, self._deadline_seconds).stats
 
@@ -354,6 +356,7 @@ class Client:
         """
         wanted, old = self._wanted, self._attached()
         assert wanted is not None
+        old.publish()  # the daemon may live, and counts what its old page says
         pause, longest = BACKOFF_SECONDS
         serial = old.arena.serial + 1
         # What is still pinned there is still being read: then the old session must outlive us.

@@ -306,7 +306,6 @@ class FakeDaemon:
             layout.header(page),
             layout.hazards(page),
             layout.counters(page),
-            layout.last_use(page),
             layout.uses(page),
         )
         reply = Attached(

@@ -216,8 +216,7 @@ _HEADER_WORDS = 8
 class PageLayout:
     """One worker's page: it writes, the daemon reads and trusts nothing in it.
 
-    header u64[8] | hazards u64[quota] | counters u64[2][len(Counter)] |
-    last use u32[layers][experts] (time.monotonic ms, low 32 bits) | uses u32[layers][experts]
+    header u64[8] | hazards u64[quota] | counters u64[2][len(Counter)] | uses u32[layers][experts]
     """
 
     quota: int
@@ -225,16 +224,15 @@ class PageLayout:
     experts: int
 
     @cached_property
-    def _offsets(self) -> tuple[int, int, int, int, int]:
+    def _offsets(self) -> tuple[int, int, int, int]:
         hazards = _HEADER_WORDS * 8
         counters = hazards + self.quota * 8
-        last_use = counters + 2 * len(Counter) * 8
-        uses = last_use + round_up(self.layers * self.experts * 4, 8)
-        return hazards, counters, last_use, uses, uses + self.layers * self.experts * 4
+        uses = counters + 2 * len(Counter) * 8
+        return hazards, counters, uses, uses + self.layers * self.experts * 4
 
     @property
     def nbytes(self) -> int:
-        return round_up(self._offsets[4], PAGE_BYTES)
+        return round_up(self._offsets[3], PAGE_BYTES)
 
     def header(self, buffer: Any) -> U64:
         return np.frombuffer(buffer, np.uint64, _HEADER_WORDS)
@@ -248,17 +246,11 @@ class PageLayout:
         n = len(Counter)
         return np.frombuffer(buffer, np.uint64, 2 * n, self._offsets[1]).reshape(2, n)
 
-    def last_use(self, buffer: Any) -> U32:
-        """u32[layers, experts], milliseconds of time.monotonic modulo 2^32; 0 = never."""
-        return self._table(buffer, self._offsets[2])
-
     def uses(self, buffer: Any) -> U32:
-        """u32[layers, experts], counts modulo 2^32."""
-        return self._table(buffer, self._offsets[3])
-
-    def _table(self, buffer: Any, offset: int) -> U32:
+        """u32[layers, experts]: the pin that used it last, counted from 1 modulo 2^32; 0 = none."""
         n = self.layers * self.experts
-        return np.frombuffer(buffer, np.uint32, n, offset).reshape(self.layers, self.experts)
+        table = np.frombuffer(buffer, np.uint32, n, self._offsets[2])
+        return table.reshape(self.layers, self.experts)
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:

@@ -167,11 +167,8 @@ def test_the_regions_of_a_page_are_aligned_disjoint_and_inside(
     base = np.frombuffer(buffer, np.uint8).ctypes.data
 
     regions = [
-        region(buffer)
-        for region in (
-            layout.header, layout.hazards, layout.counters, layout.last_use, layout.uses,
-        )
-    ]  # fmt: skip
+        region(buffer) for region in (layout.header, layout.hazards, layout.counters, layout.uses)
+    ]
 
     end = 0
     for region in regions:
@@ -186,7 +183,7 @@ def test_the_regions_of_a_page_are_aligned_disjoint_and_inside(
 def test_writing_one_region_of_a_page_changes_no_other() -> None:
     layout = PageLayout(3, 3, 5)
     buffer = bytearray(layout.nbytes)
-    names = ("header", "hazards", "counters", "last_use", "uses")
+    names = ("header", "hazards", "counters", "uses")
 
     for name in names:
         region = getattr(layout, name)(buffer)

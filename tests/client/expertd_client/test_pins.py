@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ def ids(*experts: int) -> Ints:
 
 
 def counted(client: Client, phase: Phase = DECODE) -> dict[str, int]:
+    assert client._pins is not None
+    client._pins.publish()
     row = client.arena.page.counters[phase]
     return {counter.name.lower(): int(row[counter]) for counter in Counter if row[counter]}
 
@@ -97,22 +100,29 @@ def test_pinned_words_are_hazards_until_unpin(client: Client) -> None:
     assert not client.arena.page.hazards.any()
 
 
-def test_use_is_recorded_per_expert(client: Client) -> None:
-    for _ in range(3):
-        client.pin(1, ids(2, 6), DECODE)
+def test_the_page_says_which_pin_used_an_expert_last(client: Client) -> None:
+    uses = client.arena.page.uses
+    seen = []
+    for layer, experts in ((1, ids(2, 6)), (1, ids(2, 6)), (0, ids(3)), (1, ids(6))):
+        client.pin(layer, experts, DECODE)  # the second one and the last are hits
         client.unpin()
-    page = client.arena.page
+        seen.append((uses[0, 3], *uses[1, [2, 6]].tolist()))
 
-    assert np.flatnonzero(page.uses[1]).tolist() == [2, 6]
-    assert page.uses[1][[2, 6]].tolist() == [3, 3]
-    assert (page.last_use[1] != 0).tolist() == (page.uses[1] != 0).tolist()
+    assert seen == [(0, 1, 1), (0, 2, 2), (3, 2, 2), (3, 2, 4)]
+    assert np.count_nonzero(uses) == 3
 
 
-def test_a_use_count_wraps_at_32_bits(client: Client) -> None:
-    client.arena.page.uses[0][3] = 0xFFFF_FFFF
-    client.pin(0, ids(3), DECODE)
+def test_the_number_of_a_pin_wraps_at_32_bits(client: Client) -> None:
+    uses, mine = client.arena.page.uses, client._pins
+    assert mine is not None
+    mine._pinned = 0xFFFF_FFFE
+    seen = []
+    for _ in range(3):
+        client.pin(0, ids(3), DECODE)
+        client.unpin()
+        seen.append(int(uses[0, 3]))
 
-    assert client.arena.page.uses[0][3] == 0
+    assert seen == [0xFFFF_FFFF, 0, 1]
 
 
 def test_many_experts_are_counted_like_few(run_dir: Path) -> None:
@@ -146,7 +156,7 @@ class Blind:
 
 @pytest.mark.parametrize("recheck", [True, False], ids=["with re-check", "control without"])
 def test_an_eviction_between_look_and_hazard_is_seen_by_the_recheck(
-    run_dir: Path, recheck: bool
+    run_dir: Path, recheck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         FakeDaemon(run_dir, slots=5, layers_per_slab=1) as daemon,
@@ -159,12 +169,13 @@ def test_an_eviction_between_look_and_hazard_is_seen_by_the_recheck(
         if not recheck:
             mine._rows = (Blind(client.arena.directory[0]),)
 
-        def reuse_the_slot() -> None:
-            mine.between = None
+        def reuse_the_slot_first() -> None:
+            monkeypatch.setattr(pins, "fence", real_fence)
             daemon.evict(0, 1)
             daemon.fill(0, 9)
+            real_fence()
 
-        mine.between = reuse_the_slot
+        monkeypatch.setattr(pins, "fence", reuse_the_slot_first)
         experts = ids(0, 1, 2)
         words = client.pin(0, experts, DECODE)
 
@@ -228,6 +239,51 @@ def test_counters_are_never_seen_half_written(
     assert all(looks)
     assert page.header[Header.COUNTER_VERSION] % 2 == 0
     assert counted(client)["passes"] == 3
+
+
+def test_counters_that_an_interrupt_left_half_written_are_written_whole_by_the_next_count(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = client.arena.page
+    client.pin(0, ids(1, 2), DECODE)
+    client.unpin()
+    client.pin(0, ids(1, 2), DECODE)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pins, "fence", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.end_pass(1, DECODE)
+    monkeypatch.setattr(pins, "fence", real_fence)
+
+    assert page.header[Header.COUNTER_VERSION] % 2 == 1  # nobody reads it
+    counts = counted(client)
+    assert page.header[Header.COUNTER_VERSION] % 2 == 0
+    assert (counts["lookups"], counts["hits"], counts["misses"], counts["passes"]) == (4, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda client: client.pin(1, ids(3), DECODE),
+        lambda client: client.end_pass(1, DECODE),
+        lambda client: client.stats(),
+        lambda client: client.close(),
+    ],
+    ids=["a miss", "the end of a pass", "stats", "close"],
+)
+def test_hits_reach_the_page_with(
+    client: Client, daemon: FakeDaemon, then: Callable[[Client], object]
+) -> None:
+    daemon.fill(0, 1, 2)
+    row = client.arena.page.counters[DECODE]
+    client.pin(0, ids(1, 2), DECODE)
+    client.unpin()
+    then(client)
+
+    assert row[Counter.HITS] == 2
+    assert row[Counter.LOOKUPS] == 2 + row[Counter.MISSES]
 
 
 def test_a_grant_that_is_gone_again_is_asked_for_again_and_counted_once(run_dir: Path) -> None:
@@ -331,6 +387,7 @@ def test_whatever_is_pinned_has_its_bytes_and_the_counts_add_up(
                 assert all_right(client, layer, experts, words)
                 assert client.verify()
                 client.unpin()
+            client.end_pass(1, DECODE)
             row = client.arena.page.counters[DECODE].tolist()
 
             assert row[Counter.LOOKUPS] == sum(len(chosen) for _, chosen in pinned)

@@ -115,11 +115,13 @@ def test_the_old_arena_stays_readable_until_it_is_dropped(run_dir: Path, stack: 
     client = worker(run_dir, stack)
     first = client.arena
     kept = client.pin(0, ids(1, 2), DECODE)
+    client.pin(0, ids(1, 2), DECODE)
     old.stop()
     stack.enter_context(FakeDaemon(run_dir))
     words = client.pin(1, ids(3), DECODE)
 
     assert client.arena.serial == 2
+    assert first.page.counters[DECODE, Counter.HITS] == 2  # to the last one
     assert holds(client.arena, 1, 3, words[0])
     assert [holds(first, 0, e, w) for e, w in zip((1, 2), kept, strict=True)] == [True, True]
     assert client.verify()
