@@ -63,7 +63,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def observe(self, session: SessionId, uses: U32, now: float) -> None:
-        """Take in one worker's page: u32[L, E] use counts as read now, `now` in seconds."""
+        """Take in one worker's page: u32[L, E], changed with every use, as read now; `now` in seconds."""
 
     @abstractmethod
     def forget(self, session: SessionId) -> None:
@@ -79,7 +79,7 @@ class Habits:
     """What one session tends to use, and how much each expert is worth to it now. Arrays are [L, E]."""
 
     place: Place
-    #: Use counts at the last look.
+    #: The page at the last look.
     seen: U32
     #: Average use, visits since the last use, and the cell of `Returns` that both make.
     average: F32
@@ -166,31 +166,26 @@ class NextUse(EvictionPolicy):
             worth=np.zeros(shape, np.float32),
             moved_at=now,
         )
-        self._expect(habits, np.arange(layers))
+        self._expect(habits, np.arange(layers), habits.age, habits.average)
         return habits
 
     def _learn(self, habits: Habits, rows: Ints, used: Bools) -> None:
         self.returns.learn(habits.cells[rows], used)
-        average = habits.average[rows]
-        rate = np.maximum(_SESSION_RATE, 1 / (habits.visits[rows] + FIRST_VISITS))
-        habits.average[rows] = average + rate * (used - average)
-        habits.visits[rows] += 1
-        age = habits.age[rows] + 1
-        age[used] = 1
-        habits.age[rows] = age
-        shared = self.shared[rows]
-        rate = np.maximum(_SHARED_RATE, 1 / (self._shared_visits[rows] + FIRST_VISITS))
-        self.shared[rows] = shared + rate * (used - shared)
-        self._shared_visits[rows] += 1
         row, expert = np.nonzero(used)
+        average = _moved(habits.average, habits.visits, rows, (row, expert), _SESSION_RATE)
+        _moved(self.shared, self._shared_visits, rows, (row, expert), _SHARED_RATE)
+        age = habits.age[rows]
+        age += 1
+        age[row, expert] = 1
+        habits.age[rows] = age
         self.last_tick[rows[row], expert] = self._tick + 1 + row
         self._tick += len(rows)
-        self._expect(habits, rows)
+        self._expect(habits, rows, age, average)
 
-    def _expect(self, habits: Habits, rows: Ints) -> None:
-        age = habits.age[rows]
-        habits.cells[rows] = cells = self.returns.cells(age, habits.average[rows])
-        chance = self.returns.chances(cells, age)
+    def _expect(self, habits: Habits, rows: Ints, age: F32, average: F32) -> None:
+        log_age = np.log2(age)
+        habits.cells[rows] = cells = self.returns.cells(log_age, average)
+        chance = self.returns.chances(cells, log_age)
         habits.soon[rows] = chance * TABLE_VOTES
         # over all later visits: the chance that the first use is then, discounted
         chance *= DISCOUNT
@@ -226,6 +221,20 @@ class NextUse(EvictionPolicy):
         first += later  # so far away that the layer's distance is nothing
         habits.worth = first
         habits.stale = False
+
+
+def _moved(
+    averages: F32, visits: F32, rows: Ints, used: tuple[Ints, Ints], rate: np.float32
+) -> F32:
+    """Count one visit of `rows` in averages that move by `rate`, or faster at first; return those rows."""
+    mine = averages[rows]
+    before = visits[rows]
+    rates = np.maximum(rate, 1 / (before + FIRST_VISITS))
+    visits[rows] = before + 1
+    mine *= 1 - rates
+    mine[used] += rates[used[0], 0]
+    averages[rows] = mine
+    return mine
 
 
 def _least(values: npt.NDArray[Any], need: int) -> Ints:

@@ -37,23 +37,22 @@ class Returns:
 
     def learn(self, cells: npt.NDArray[np.uint8], used: Bools) -> None:
         """Count one visit of some layers: the cell each expert was in, and whether it was used."""
-        flat = cells.ravel()
         self._visits *= FADE
-        self._visits += np.bincount(flat, minlength=AGES * LEVELS)
+        self._visits += np.bincount(cells.ravel(), minlength=AGES * LEVELS)
         self._uses *= FADE
-        self._uses += np.bincount(flat, used.ravel(), AGES * LEVELS)
+        self._uses += np.bincount(cells[used], minlength=AGES * LEVELS)
 
-    def cells(self, ages: F32, averages: F32) -> npt.NDArray[np.uint8]:
-        """Return the cell of each expert."""
+    def cells(self, log_ages: F32, averages: F32) -> npt.NDArray[np.uint8]:
+        """Return the cell of each expert, by the binary logarithm of its age."""
         levels = np.log2(averages * np.float32(1 / self._even) + np.float32(0.02)) - LEVEL_LEAST
-        cells = np.log2(ages).astype(np.uint8)
+        cells = log_ages.astype(np.uint8)
         np.minimum(cells, AGES - 1, out=cells)
         cells *= LEVELS
         cells += np.clip(levels, 0, LEVELS - 1).astype(np.uint8)
         return cells
 
-    def chances(self, cells: npt.NDArray[np.uint8], ages: F32) -> F32:
+    def chances(self, cells: npt.NDArray[np.uint8], log_ages: F32) -> F32:
         """Return the chance of a use on the next visit. Within a cell the more recent comes first."""
         table = ((self._uses + self._guess) / (self._visits + GUESSES)).astype(np.float32)
-        chances: F32 = table[cells] * (1 - np.float32(0.01) * np.log2(ages))
+        chances: F32 = table[cells] * (1 - np.float32(0.01) * log_ages)
         return chances
