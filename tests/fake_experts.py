@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from expertd_client import ModelSource, SlabMap
 from expertd_protocol.layout import U64, Ints, Part, Phase, SlabLayout, pack_word, unpack_word
+from expertd_protocol.messages import Record
 
 
 def _tensor_bytes(folder: Path) -> dict[str, tuple[Path, int, int]]:
@@ -87,6 +88,9 @@ class FakeExperts:
     reused_after_pin: set[int] = field(default_factory=set)
     #: Numbers of `pin` calls before which the daemon is replaced, and the quota the new one grants.
     restart_before_pin: dict[int, int] = field(default_factory=dict)
+
+    #: What the daemon was asked to have recorded.
+    wanted: list[Record] = field(default_factory=list)
 
     pins: int = 0
     pinned_experts: list[tuple[int, tuple[int, ...], Phase]] = field(default_factory=list)
@@ -193,6 +197,10 @@ class FakeExperts:
 
     def begin_pass(self) -> None:
         assert not self._held
+
+    def records(self) -> list[Record]:
+        wanted, self.wanted = self.wanted, []
+        return wanted
 
     def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None:
         assert not self._held

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from expertd_mlx.text import Piece
 
 
+#: A run is recorded to its end.
+_FOREVER_NS = 10**9 * 365 * 86_400
+
+
 @dataclass(frozen=True)
 class Request:
     """What to generate, and how."""
@@ -38,6 +43,8 @@ class Request:
     seed: int | None
     chat: bool
     arena_view: str
+    #: Where to record what is routed.
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,31 @@ def daemon_for(
         yield daemon.socket, "private"
 
 
+@contextmanager
+def recording_into(out: Path | None, model: str) -> Iterator[Path | None]:
+    """Yield the file that the model is to be recorded into; on the way out it becomes the trace `out`.
+
+    What there is is kept, however it ends.
+
+    Raises:
+        BadTrace: there is such a file, or it cannot be made there.
+    """
+    if out is None:
+        yield None
+        return
+    from expertctl.recordings import Recording
+
+    texts = {"model": render.model_name(model), "source": "expertctl run --trace"}
+    recording = Recording(out.expanduser().absolute(), os.getpid(), "this run", texts)
+    recording.make()
+    try:
+        yield recording.file
+    finally:
+        finished = recording.finish()
+        if finished.trace is not None:
+            _say(f"run: {finished.summary()}")
+
+
 def generate(
     request: Request, budget: str, run_dir: Path | None, socket: Path | None, *, echo: bool
 ) -> Outcome:
@@ -122,8 +154,12 @@ def generate(
     path = model_folder(request.model)
     context = context_length(read_config(path))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with daemon_for(budget, run_dir, socket) as (attach, which):
+    with (
+        recording_into(request.trace, str(path)) as file,
+        daemon_for(budget, run_dir, socket) as (attach, which),
+    ):
         import expertd_mlx
+        from expertd_client.recording import MOST_TOKENS
         from expertd_mlx import text
 
         model, tokenizer = expertd_mlx.load(
@@ -134,6 +170,9 @@ def generate(
             check_context(len(ids), context)
             written: list[str] = []
             last: Piece | None = None
+            if file is not None:
+                until_ns = time.monotonic_ns() + _FOREVER_NS
+                expertd_mlx.stream_of(model).record(file, MOST_TOKENS, until_ns)
             for piece in text.pieces(
                 model,
                 tokenizer,

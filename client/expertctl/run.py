@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -35,6 +36,12 @@ def command(
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Give the prompt to the model as it is.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also record what is routed, for 'expertctl trace'; never text."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="No stream; text and figures as one JSON object.")
     ] = False,
@@ -60,6 +67,7 @@ def command(
         seed=seed,
         chat=not no_chat_template,
         arena_view=arena_view,
+        trace=trace,
     )
     outcome = generate(request, budget, run_dir, socket, echo=not as_json)
     if as_json:

@@ -1,28 +1,41 @@
-"""`expertctl trace`: what routing traces say, and what a cache would have made of them.
+"""`expertctl trace`: record routing, see what traces say, and what a cache would have made of them.
 
-Works on files only: no daemon, no model. The format is described in `traces.py`.
+`simulate` and `show` work on files only: no daemon, no model. The format is described in `traces.py`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.connection import AsJson
+from expertctl.connection import AsJson, RunDir, Socket, connect
 
 if TYPE_CHECKING:
     from expertctl.replay.simulator import Workload
 
 app = typer.Typer(
     name="trace",
-    help="Routing traces: replay them through replacement policies, or look at them.",
+    help="Routing traces: record them, replay them through replacement policies, or look at them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
+#: Of one session: about 30 MB while it is recorded, for 48 layers with 8 experts a token.
+RECORD_TOKENS = 20_000
+RECORD_SECONDS = 600
+_DAY_SECONDS = 24 * 3600
+
+RECORD_EPILOG = (
+    "Examples:\n\n"
+    "  expertctl trace record --out traces\n\n"
+    "  expertctl trace record --out traces --session 4242 --session agent-2 --seconds 60\n\n"
+    "  expertctl run MODEL -p 'Hello' --trace hello.npz"
+)
 SIMULATE_EPILOG = (
     "Examples:\n\n"
     "  expertctl trace simulate chat.npz --capacity 0.1,0.25,0.5 --policy all --json\n\n"
@@ -37,6 +50,61 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces of 
 Sessions = Annotated[
     int | None, typer.Option(min=1, help="Cut one file into so many sessions that run at once.")
 ]
+
+
+@app.command("record", epilog=RECORD_EPILOG)
+def record(
+    out: Annotated[Path, typer.Option(help="Folder for the traces, one npz file a session.")],
+    session: Annotated[
+        list[str] | None,
+        typer.Option(help="Session id, pid or name, as 'ps --json' has them; all without."),
+    ] = None,
+    seconds: Annotated[
+        int, typer.Option(min=1, max=_DAY_SECONDS, help="End after so long.")
+    ] = RECORD_SECONDS,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="End each after so many tokens.")
+    ] = RECORD_TOKENS,
+    as_json: AsJson = False,
+    run_dir: RunDir = None,
+    socket: Socket = None,
+) -> None:
+    """Record what running workers route: expert ids, router weights and phase, never text.
+
+    Each worker writes FILE.npz.recording, from its next forward pass on; FILE.npz is made of it at the
+    end, which is the first of --tokens, --seconds and Ctrl-C. Tokens are changed by nothing. While it is
+    recorded, a worker waits once a pass for what it has routed. Should this command be killed, workers end
+    by the same limits, and 'show' and 'simulate' read the .recording files.
+    """
+    from expertctl import recordings
+
+    with connect(run_dir, socket) as admin:
+        sessions = recordings.choose(admin.stats(), session or [])
+        until_ns = time.monotonic_ns() + seconds * 1_000_000_000
+        asked = recordings.ask(admin, sessions, out, tokens, until_ns)
+    try:
+        _say(
+            f"recording {len(asked)} {'worker' if len(asked) == 1 else 'workers'} into {out}, at most "
+            f"{tokens:,} tokens each and {seconds:,} s; Ctrl-C ends it"
+        )
+        recordings.wait(asked, until_ns, _count)
+    except KeyboardInterrupt:
+        pass  # the usual end
+    finally:
+        finished, errors = recordings.finish(asked)
+    if as_json:
+        print(json.dumps([one.as_json() for one in finished]))
+    for one in finished:
+        if one.trace is None:
+            _say(one.line())
+        elif not as_json:
+            print(one.line())
+    for error in errors[1:]:
+        _say(f"error: {error}")
+    if errors:
+        raise errors[0]
+    if all(one.trace is None for one in finished):
+        raise typer.Exit(1)
 
 
 @app.command("simulate", epilog=SIMULATE_EPILOG)
@@ -101,6 +169,15 @@ def show(
     if png is not None:
         picture.draw_png(facts, png)
     print(json.dumps(facts.as_json()) if as_json else picture.text(facts))
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _count(tokens: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{tokens:,} tokens ", end="", file=sys.stderr, flush=True)
 
 
 def _shares(capacity: str) -> dict[str, float]:

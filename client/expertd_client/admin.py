@@ -1,4 +1,4 @@
-"""The admin's client: stats and ping, nothing mapped and nothing pinned.
+"""The admin's client: stats, ping and what a worker is to record; nothing mapped, nothing pinned.
 
 Made for commands that live for a moment: it imports no numpy, and opens two sockets.
 """
@@ -18,8 +18,10 @@ from expertd_protocol import codec, errors
 from expertd_protocol.messages import (
     Failure,
     Message,
+    Noted,
     Ping,
     Pong,
+    Record,
     StatsReply,
     StatsRequest,
     Welcome,
@@ -73,6 +75,14 @@ class Admin:
         start = time.monotonic()
         ask(self._dealer, Ping(), Pong, self._deadline_seconds)
         return time.monotonic() - start
+
+    def record(self, record: Record) -> None:
+        """Have a worker record what it routes, from its next forward pass on.
+
+        Raises:
+            UnknownSession: no such worker is attached.
+        """
+        ask(self._dealer, record, Noted, self._deadline_seconds)
 
     def close(self) -> None:
         """End the session; idempotent."""

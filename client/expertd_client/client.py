@@ -28,7 +28,16 @@ from expertd_client.session import Patience, Session, SessionLost, Wanted
 from expertd_client.source import ModelSource
 from expertd_protocol import errors
 from expertd_protocol.layout import U64, Counter, Header, Ints, Phase, check_range
-from expertd_protocol.messages import Inspect, Inspected, StatsReply, StatsRequest, Welcome
+from expertd_protocol.messages import (
+    Inspect,
+    Inspected,
+    Record,
+    Records,
+    RecordsRequest,
+    StatsReply,
+    StatsRequest,
+    Welcome,
+)
 from expertd_protocol.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -41,6 +50,8 @@ DAEMON_DEADLINE_ENV, DAEMON_DEADLINE_SECONDS = "EXPERTD_DAEMON_DEADLINE_SECONDS"
 ATTACH_SECONDS = 120.0
 #: `begin_pass` looks for a new daemon this long, and not again before the pause is over.
 PASS_ATTACH_SECONDS, PASS_PAUSE_SECONDS = 1.0, 1.0
+#: What a worker waits for the daemon to say what it is to record; then it computes on without.
+RECORDS_SECONDS = 1.0
 #: First and longest pause between two tries to attach again.
 BACKOFF_SECONDS = (0.01, 0.5)
 
@@ -74,6 +85,7 @@ class Client:
         self._reattaches = 0
         self._resident_bytes = 0
         self._next_try = 0.0
+        self._records_asked = 0  # of this session
         _clients.add(self)
 
     @classmethod
@@ -219,6 +231,20 @@ class Client:
             # The pin that needs a daemon meets this again, with its own deadline; hits need none.
             self._next_try = time.monotonic() + PASS_PAUSE_SECONDS
             log.debug("no new daemon yet path=%s error=%s", self._path, exc)
+
+    def records(self) -> tuple[Record, ...]:
+        """Return the recordings wanted since the last call: none, and no message, nearly always."""
+        asked = self._attached().get_header(Header.RECORDS)
+        if asked == self._records_asked or self._session.lost:
+            return ()
+        self._check_open()
+        self._check_thread()
+        self._records_asked = asked
+        try:
+            return ask(self._session.dealer, RecordsRequest(), Records, RECORDS_SECONDS).wanted
+        except errors.ExpertdError as exc:  # no reason to fail a forward pass
+            log.warning("no recording path=%s error=%s", self._path, exc)
+            return ()
 
     def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None:
         """Count one forward pass of `tokens` tokens, the whole batch included.
@@ -386,7 +412,7 @@ class Client:
         pins.set_header(Header.REATTACHES, self._reattaches)
         pins.set_header(Header.MISMATCHES, old.get_header(Header.MISMATCHES))
         pins.set_header(Header.RESIDENT_BYTES, self._resident_bytes)
-        self._session, self._pins = session, pins
+        self._session, self._pins, self._records_asked = session, pins, 0
         self._old.append(old)
         log.info("attached again pid=%d quota=%d", session.daemon_pid, pins.quota)
 

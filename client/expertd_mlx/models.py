@@ -108,9 +108,11 @@ def _streamed_model(family: type[nn.Module]) -> type[nn.Module]:
         @wraps(family.__call__)  # mlx-lm reads the signature
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             inputs, cache = _inputs_and_cache(args, kwargs)
-            tokens, phase = _count_tokens(inputs)
+            batch, tokens, phase = _count_tokens(inputs)
             call = super().__call__
-            return stream_of(self).run_pass(lambda: call(*args, **kwargs), cache, tokens, phase)
+            return stream_of(self).run_pass(
+                lambda: call(*args, **kwargs), cache, tokens, phase, batch
+            )
 
     def shard(self: nn.Module, group: Any = None) -> None:
         group = group or mx.distributed.init()
@@ -134,10 +136,13 @@ def _inputs_and_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
     return inputs, kwargs.get("cache", args[1] if len(args) > 1 else None)
 
 
-def _count_tokens(inputs: Any) -> tuple[int, Phase]:
-    """One token per sequence is a decode step; more is a prefill (or checks a draft)."""
+def _count_tokens(inputs: Any) -> tuple[int, int, Phase]:
+    """Return (sequences, tokens, phase).
+
+    One token per sequence is a decode step; more is a prefill (or checks a draft).
+    """
     batch, length = inputs.shape[:2]
-    return batch * length, Phase.DECODE if length == 1 else Phase.PREFILL
+    return batch, batch * length, Phase.DECODE if length == 1 else Phase.PREFILL
 
 
 # --- expert layers -------------------------------------------------------------------------------

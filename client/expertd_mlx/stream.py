@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 import expertd_client
+from expertd_client.recording import End, RecordingFile
 from expertd_mlx import limits
 from expertd_mlx.planes import PlaneView, open_view
+from expertd_mlx.recorder import Recorder, starts_anew
 from expertd_mlx.snapshot import CacheSnapshot
 from expertd_protocol.errors import BadConfig, StaleExperts
 from expertd_protocol.layout import U64, Ints, Phase
-from expertd_protocol.messages import LayerSource
+from expertd_protocol.messages import LayerSource, Record
 
 if TYPE_CHECKING:
     from expertd_client import Arena, ModelSource
@@ -51,6 +53,7 @@ class Experts(Protocol):
     def verify(self) -> bool: ...
     def unpin(self) -> None: ...
     def begin_pass(self) -> None: ...
+    def records(self) -> Sequence[Record]: ...
     def end_pass(self, tokens: int, phase: Phase, hits: int = 0, hit_bytes: int = 0) -> None: ...
     def drop_old_arenas(self) -> None: ...
     def report_resident_bytes(self, n: int) -> None: ...
@@ -84,6 +87,8 @@ class Stream:
         self._all_whole = False
         #: Called when the arena goes: every layer lets go of its arrays.
         self.unbind: list[Callable[[], None]] = []
+        #: Sees what every layer routes, while somebody wants it recorded.
+        self.recorder: Recorder | None = None
 
     # --- attach ------------------------------------------------------------------------------
     @property
@@ -134,6 +139,9 @@ class Stream:
     def close(self) -> None:
         """Give every pin back and detach. The model cannot be used any more."""
         client, self._client = self._client, None
+        if self.recorder is not None:
+            self.recorder.end(End.CLOSED)
+            self.recorder = None
         if client is not None:
             self._outstanding = None
             client.unpin()
@@ -153,7 +161,10 @@ class Stream:
     # --- pins --------------------------------------------------------------------------------
     def read_back(self, indices: mx.array) -> Ints:
         """Return the routed ids, and be done with the layer before: one evaluation for both."""
-        mx.eval([indices, self._outstanding] if self._outstanding is not None else indices)
+        due = [indices] if self._outstanding is None else [indices, self._outstanding]
+        if self.recorder is not None:
+            due += self.recorder.unevaluated()
+        mx.eval(due)
         self.settle()
         return np.array(indices).astype(np.intp, copy=False)
 
@@ -204,18 +215,71 @@ class Stream:
         self._whole_layers += 1
         return output
 
+    # --- recording -----------------------------------------------------------------------------
+    def record(self, path: Path, tokens: int, until_ns: int) -> None:
+        """Record what is routed into the empty file `path`, unless a recording is under way.
+
+        Args:
+            tokens: it ends when so many went through the model,
+            until_ns: and at this `time.monotonic_ns` at the latest.
+
+        Raises:
+            OSError: the file is gone, or is not one of `make_recording`.
+        """
+        source = expertd_client.ModelSource(path, self.experts, self.layers)
+        recorder = Recorder(
+            RecordingFile(path),
+            self.experts,
+            source.expert_bytes,
+            tokens=tokens,
+            until_ns=until_ns,
+        )
+        if self._is_recording():
+            recorder.end(End.BUSY)
+        else:
+            self.recorder = recorder
+            log.info("recording path=%s tokens=%d", path, tokens)
+
+    def _is_recording(self) -> bool:
+        if self.recorder is not None and not self.recorder.goes_on():
+            log.info("recorded path=%s", self.recorder.path)
+            self.recorder = None
+        return self.recorder is not None
+
+    def _take_up(self, wanted: Sequence[Record]) -> None:
+        for one in wanted:
+            try:
+                self.record(Path(one.path), one.tokens, one.until_ns)
+            except OSError as exc:  # who wanted it has gone, most likely
+                log.warning("not recorded path=%s error=%s", one.path, exc)
+
     # --- passes ------------------------------------------------------------------------------
-    def run_pass(self, forward: Callable[[], Any], cache: Any, tokens: int, phase: Phase) -> Any:
+    def run_pass(
+        self,
+        forward: Callable[[], Any],
+        cache: Any,
+        tokens: int,
+        phase: Phase,
+        batch: int = 1,
+    ) -> Any:
         """Run one forward pass so that its result is exact, or raise.
 
         Ends with the last layer's experts evaluated, checked and given back. Not with the logits
         evaluated: mlx-lm drops those of a prefill.
+
+        Args:
+            tokens: of all `batch` sequences together.
         """
         client = self.client
         self.phase = phase
         client.begin_pass()
+        if wanted := client.records():
+            self._take_up(wanted)
+        fresh = self._is_recording() and starts_anew(cache)
         before = CacheSnapshot(None if self._all_whole else cache)
         for last in (False,) * (MAX_TRIES - 1) + (True,):
+            if self.recorder is not None:
+                self.recorder.begin(fresh)
             try:
                 output = forward()
                 self.settle()
@@ -235,6 +299,8 @@ class Stream:
                 self._lazy.append(self._whole_output)
             self._all_whole = self._whole_layers == len(self.layers)
             self._forget_whole()
+            if self.recorder is not None:
+                self.recorder.commit(tokens, batch, phase)
             return output
         raise AssertionError("unreachable")
 

@@ -9,6 +9,7 @@ batch.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from expertd_mlx.recorder import gate_weights
 from expertd_mlx.stream import MAX_TRIES, Stream
 from expertd_mlx.waves import (
     MAX_ROWS,
@@ -204,7 +206,10 @@ class StreamedExperts(nn.Module):
     _expertd: StreamedLayer
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        return self._expertd(super().__call__, x, indices)
+        layer = self._expertd
+        if (recorder := layer.stream.recorder) is not None:
+            recorder.see(layer.index, indices, gate_weights(sys._getframe(1), indices))
+        return layer(super().__call__, x, indices)
 
 
 @cache

@@ -47,8 +47,12 @@ from expertd_protocol.messages import (
     Inspected,
     Message,
     MissError,
+    Noted,
     Ping,
     Pong,
+    Record,
+    Records,
+    RecordsRequest,
     StatsReply,
     StatsRequest,
     Welcome,
@@ -275,7 +279,7 @@ class Handlers:
                 session.model.cache.request(session.id, request, self._clock())
                 self._flush(session.model)
             else:
-                self._reply(peer, codec.encode(self._control(codec.decode(payload))))
+                self._reply(peer, codec.encode(self._control(session, codec.decode(payload))))
         except Exception as exc:
             # only its words are kept: the error itself, in a local name, would be a cycle that
             # holds the frames below, and so views of a page that can then not be unmapped
@@ -296,12 +300,22 @@ class Handlers:
         if not self._send(peer, payload) and session is not None:
             self._cut(session)
 
-    def _control(self, message: AnyMessage) -> Message:
+    def _control(self, session: Session, message: AnyMessage) -> Message:
         match message:
             case Ping():
                 return Pong(epoch=self._daemon.epoch)
             case StatsRequest():
                 return StatsReply(stats=self.stats())
+            case Record(session=wanted):
+                worker = self.sessions.get(SessionId(wanted))
+                if worker is None or worker.page is None or not worker.serving:
+                    raise UnknownSession(
+                        f"no attached worker has session {wanted.hex()}; see 'expertctl ps'"
+                    )
+                worker.note(message)
+                return Noted()
+            case RecordsRequest():
+                return Records(wanted=session.take_records())
         raise ProtocolError(f"{message.kind} is not a request of the ROUTER")
 
     def stats(self) -> Stats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from expertd.peer import DeathWatch, Peer
 from expertd_protocol.fence import fence
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import U64, Counter, Header, PageLayout, Phase
+from expertd_protocol.messages import Record
 from expertd_protocol.stats import Counters, SessionStats
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 #: A page's counters are read again while its version is odd or changes; then the last good ones serve.
 _COUNTER_TRIES = 8
+#: Recordings that wait for one idle worker; the oldest are given up first.
+_RECORDS_MAX = 8
 #: No honest counter gets here; larger is a broken or hostile page and would break the wire's integers.
 _COUNTER_MAX = np.uint64(1 << 62)
 
@@ -99,6 +103,21 @@ class Session:
     cut: bool = False
     death: DeathWatch | None = None
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
+    #: Wanted of this worker; it fetches them at its next forward pass.
+    records: deque[Record] = field(default_factory=lambda: deque(maxlen=_RECORDS_MAX))
+    records_asked: int = 0
+
+    def note(self, record: Record) -> None:
+        """Keep what is wanted of this worker, and say so in its page."""
+        assert self.page is not None
+        self.records.append(record)
+        self.records_asked += 1
+        self.page.header[Header.RECORDS] = self.records_asked
+
+    def take_records(self) -> tuple[Record, ...]:
+        records = tuple(self.records)
+        self.records.clear()
+        return records
 
     def snapshot(self, now: float) -> SessionStats:
         assert self.model is not None

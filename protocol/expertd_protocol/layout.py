@@ -207,6 +207,8 @@ class Header(IntEnum):
     REATTACHES = 3
     #: Bytes of weights the worker keeps for itself, as reported by MLX.
     RESIDENT_BYTES = 4
+    #: How many recordings were asked of this worker; the only word that the daemon writes.
+    RECORDS = 5
 
 
 _HEADER_WORDS = 8

@@ -2,8 +2,8 @@
 
 Two channels carry them. The attach socket (AF_UNIX stream) takes `Hello`, `Inspect`, `Attach` and
 `Detach`, each a u32 big-endian length and a msgpack map; `Attached` brings file descriptors along.
-ZeroMQ takes `StatsRequest` and `Ping` as msgpack maps, and the miss path as small fixed msgpack
-arrays (`Miss`, `MissReply`, `MissError`), which pydantic would only slow down.
+ZeroMQ takes `StatsRequest`, `Ping`, `Record` and `RecordsRequest` as msgpack maps, and the miss path
+as small fixed msgpack arrays (`Miss`, `MissReply`, `MissError`), which pydantic would only slow down.
 """
 
 from __future__ import annotations
@@ -158,9 +158,43 @@ class StatsReply(Message):
     stats: Stats
 
 
+class Record(Message):
+    """Ask a worker to record what it routes. Answered by `Noted`, or `Failure` for an unknown session.
+
+    The daemon only passes it on. `path` is an empty file that the sender made; the worker fills it
+    until `tokens` went through the model, until `until_ns` (CLOCK_MONOTONIC, which all processes of a
+    machine share) or until the file is removed.
+    """
+
+    kind: Literal["record"] = "record"
+    session: bytes
+    path: str = Field(min_length=1, max_length=4096)
+    tokens: PositiveInt
+    until_ns: PositiveInt
+
+
+class Noted(Message):
+    """Answer to `Record`: it waits for the worker's next forward pass."""
+
+    kind: Literal["noted"] = "noted"
+
+
+class RecordsRequest(Message):
+    """A worker whose page says that recordings are wanted asks which. Answered by `Records`."""
+
+    kind: Literal["records_request"] = "records_request"
+
+
+class Records(Message):
+    """What is wanted of this worker since it asked last."""
+
+    kind: Literal["records"] = "records"
+    wanted: tuple[Record, ...]
+
+
 AnyMessage = Annotated[
     Hello | Welcome | Inspect | Inspected | Attach | Attached | Detach | Detached
-    | Failure | Ping | Pong | StatsRequest | StatsReply,
+    | Failure | Ping | Pong | StatsRequest | StatsReply | Record | Noted | RecordsRequest | Records,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

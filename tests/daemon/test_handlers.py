@@ -38,6 +38,9 @@ from expertd_protocol.messages import (
     PartSource,
     Ping,
     Pong,
+    Record,
+    Records,
+    RecordsRequest,
     StatsReply,
     StatsRequest,
     Welcome,
@@ -213,6 +216,23 @@ def test_pings_and_stats_are_answered_over_the_router(short_dir: Path, run: Run)
             assert isinstance(reply, StatsReply)
             assert (reply.stats.budget_bytes, reply.stats.committed_bytes) == (BUDGET, 0)
             assert (reply.stats.models, reply.stats.sessions) == ((), ())
+
+    run(main())
+
+
+def test_only_an_attached_worker_can_be_recorded(short_dir: Path, run: Run) -> None:
+    async def main() -> None:
+        async with small_daemon(short_dir) as daemon, daemon.client() as client:
+            session = (await daemon.hello(client, "worker")).session
+            for wanted in (session, b"", b"nobody"):
+                record = Record(session=wanted, path="/x", tokens=1, until_ns=1)
+                (answer,) = await daemon.over_router(session, codec.encode(record))
+                refusal = codec.decode(answer)
+                assert isinstance(refusal, Failure)
+                assert refusal.code == ErrorCode.UNKNOWN_SESSION
+                assert wanted.hex() in refusal.message
+            (answer,) = await daemon.over_router(session, codec.encode(RecordsRequest()))
+            assert codec.decode(answer) == Records(wanted=())
 
     run(main())
 

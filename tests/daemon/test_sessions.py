@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from expertd.cache.shm import create
-from expertd.sessions import WorkerPage, new_session_id
+from expertd.peer import Peer
+from expertd.sessions import Session, WorkerPage, new_session_id
 from expertd_protocol import codec
 from expertd_protocol.layout import Counter, Header, PageLayout, Phase
-from expertd_protocol.messages import StatsReply
+from expertd_protocol.messages import Record, StatsReply
 from expertd_protocol.stats import Counters, Latency, SlotCounts, Stats
 
 LAYOUT = PageLayout(quota=4, layers=2, experts=8)
@@ -128,6 +130,28 @@ def test_a_holder_sees_what_the_worker_writes(page: WorkerPage) -> None:
     holder.hazards[0] = 5
     assert page.hazards[0] == 5
     del holder, uses
+
+
+def test_what_is_to_be_recorded_waits_for_the_worker_and_its_page_says_so(
+    page: WorkerPage,
+) -> None:
+    id = new_session_id()
+    with socket.socket() as connection:
+        session = Session(id, "worker", "agent", Peer(1, 2), connection, 0.0, page=page)
+        records = [Record(session=id, path=f"/{n}", tokens=5, until_ns=6) for n in range(10)]
+        assert session.take_records() == ()
+
+        session.note(records[0])
+        page.header[Header.RECORDS] = np.uint64((1 << 64) - 1)  # a hostile page
+        session.note(records[1])
+
+        assert page.header[Header.RECORDS] == 2
+        assert session.take_records() == tuple(records[:2])
+        assert session.take_records() == ()
+        for record in records:  # an idle worker: the oldest are given up
+            session.note(record)
+        assert session.take_records() == tuple(records[2:])
+        assert page.header[Header.RECORDS] == 12
 
 
 def test_a_session_id_is_16_bytes_that_zeromq_leaves_to_us() -> None:

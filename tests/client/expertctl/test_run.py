@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertctl import bundled, facts
 from expertctl.demo.crew import Crew
 from expertctl.demo.events import Job, Text
 from expertctl.private_daemon import private_daemon
+from expertctl.traces import read_trace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,6 +76,28 @@ def test_a_running_daemon_is_used_and_json_is_alone_on_stdout(short_dir: Path) -
     assert (value["prompt_tokens"], value["tokens"], value["budget_bytes"]) == (4, 6, 1 << 20)
     assert value["hits"] + value["joins"] + value["misses"] == value["lookups"] > 0
     assert resident_text(6) == value["text"]
+
+
+def test_a_run_can_be_recorded_and_is_the_same_run(short_dir: Path) -> None:
+    out = short_dir / "a.npz"
+    with private_daemon("1MiB") as daemon:
+        args = (MODEL, "-p", PROMPT, "--max-tokens", "12", "--trace", str(out))
+        done = run(*args, run_dir=daemon.run_dir)
+        again = run(*args, run_dir=daemon.run_dir)
+    trace = read_trace(out)
+
+    assert done.returncode == 0
+    assert done.stdout == resident_text(12) + "\n"
+    # the last prompt token goes through alone, and mlx-lm computes one token ahead
+    assert f"run: {out}: 16 tokens (3 prefill, 13 decode) in 1 sequence\n" in done.stderr
+    assert (trace.tokens, trace.layers, trace.ids.shape[2], trace.num_experts) == (16, 6, 4, 32)
+    assert trace.weights is not None
+    np.testing.assert_allclose(trace.weights.sum(-1, dtype=float), 1, atol=2e-3)
+    assert trace.texts["model"] == "demo_model"
+    assert PROMPT not in out.read_bytes().decode(errors="replace")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == f"error: {out} exists and is not overwritten; choose another name\n"
+    assert [path.name for path in short_dir.iterdir()] == ["a.npz"]
 
 
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_written(

@@ -1,5 +1,6 @@
 """The trace format: what is written is read, and nothing else is believed."""
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from expertctl.traces import NOT_ROUTED, Trace, read_trace, write_trace
+from expertd_client.recording import RecordingFile, Shape, make_recording
 from expertd_protocol.errors import BadTrace
 
 
@@ -42,6 +44,61 @@ def test_a_stream_number_per_token_makes_sequences(tmp_path: Path) -> None:
     path = _save(tmp_path / "a.npz", stream=np.array([0, 0, 0, 1, 1, 2], np.uint8))
 
     assert [len(ids) for ids in read_trace(path).sequences()] == [3, 2, 1]
+
+
+def test_sequences_may_take_turns(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.npz", stream=np.array([7, 3, 7, 3, 7, 9], np.int32))
+    trace = read_trace(path)
+    ids = _ids()
+
+    assert trace.lengths == (3, 2, 1)
+    for found, tokens in zip(trace.sequences(), ([0, 2, 4], [1, 3], [5]), strict=True):
+        assert (found == ids[tokens]).all()
+    assert [len(part) for part in trace.parts(2)] == [3, 3]
+    assert (trace.ids == ids).all()  # the order of time
+
+    write_trace(tmp_path / "b.npz", trace)
+    again = read_trace(tmp_path / "b.npz")
+    assert again.stream is not None
+    assert again.stream.tolist() == [0, 1, 0, 1, 0, 2]
+    assert again.lengths == trace.lengths
+
+
+def test_a_new_trace_is_for_its_owner_alone_and_replaces_nothing(tmp_path: Path) -> None:
+    trace = read_trace(_save(tmp_path / "old.npz"))
+    write_trace(tmp_path / "new.npz", trace, new=True)
+
+    assert stat.S_IMODE((tmp_path / "new.npz").stat().st_mode) == 0o600
+    before = (tmp_path / "old.npz").read_bytes()
+    with pytest.raises(BadTrace, match=r"old\.npz exists and is not overwritten"):
+        write_trace(tmp_path / "old.npz", trace, new=True)
+    assert (tmp_path / "old.npz").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.npz", "old.npz"]
+
+
+def test_a_recording_that_nobody_finished_is_read_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz.recording"
+    make_recording(path)
+    file = RecordingFile(path)
+    shape = Shape(layers=2, k=2, experts=8, expert_bytes=(10, 20))
+    file.begin(shape)
+    with pytest.raises(BadTrace, match="has no token yet"):
+        read_trace(path)
+    rows = shape.rows(6)
+    rows["ids"], rows["phase"] = _ids(), [0, 0, 0, 0, 1, 1]
+    rows["sequence"] = [0, 0, 1, 1, 0, 1]
+    file.append(rows)
+    trace = read_trace(path)
+
+    assert (trace.ids == _ids()).all()
+    assert trace.phase is not None
+    assert trace.phase.tolist() == [0, 0, 0, 0, 1, 1]
+    assert trace.weights is None  # nobody saw one
+    assert trace.stream is not None
+    assert trace.stream.tolist() == [0, 0, 1, 1, 0, 1]
+    assert (trace.lengths, trace.num_experts) == ((3, 3), 8)
+    assert trace.expert_bytes is not None
+    assert trace.expert_bytes.tolist() == [10, 20]
 
 
 def test_parts_are_cut_between_sequences_when_there_are_enough(tmp_path: Path) -> None:
