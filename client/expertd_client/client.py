@@ -237,10 +237,10 @@ class Client:
         asked = self._attached().get_header(Header.RECORDS)
         if asked == self._records_asked or self._session.lost:
             return ()
-        self._check_open()
-        self._check_thread()
         self._records_asked = asked
         try:
+            self._check_open()
+            self._check_thread()
             return ask(self._session.dealer, RecordsRequest(), Records, RECORDS_SECONDS).wanted
         except errors.ExpertdError as exc:  # no reason to fail a forward pass
             log.warning("no recording path=%s error=%s", self._path, exc)
