@@ -83,7 +83,7 @@ class DaemonConfig(BaseSettings):
         4, description="unanswered requests of one worker"
     )
     grace_ms: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = Field(
-        5.0, description="how long an evicted slot rests before it is reused, milliseconds"
+        1.0, description="how long an evicted slot rests before it is reused, milliseconds"
     )
     drain_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = Field(
         4.0, description="how long SIGTERM waits for requests that are being served"
