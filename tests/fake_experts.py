@@ -92,6 +92,10 @@ class FakeExperts:
     #: What the daemon was asked to have recorded.
     wanted: list[Record] = field(default_factory=list)
 
+    #: Whether wishes are taken, and those that came.
+    reads_ahead: bool = False
+    wishes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
     pins: int = 0
     pinned_experts: list[tuple[int, tuple[int, ...], Phase]] = field(default_factory=list)
     passes: list[tuple[int, Phase]] = field(default_factory=list)
@@ -180,6 +184,12 @@ class FakeExperts:
         """Break rule 4 on purpose."""
         self._evict(self._slabs[index], slot)
         self._slabs[index].bump(slot)
+
+    def takes_wishes(self) -> bool:
+        return self.reads_ahead
+
+    def wish(self, layer: int, experts: Ints) -> None:
+        self.wishes.append((layer, tuple(sorted(set(experts.tolist())))))
 
     def verify(self) -> bool:
         fresh = all(

@@ -13,7 +13,7 @@ from expertd.cache.table import SlotTable
 from expertd_protocol.errors import ReadFailed
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import Header, PageLayout, Phase, unpack_word
-from expertd_protocol.messages import Miss, MissError, MissReply
+from expertd_protocol.messages import Miss, MissError, MissReply, Wish
 
 GRACE = 0.005
 
@@ -49,6 +49,8 @@ class FakeArena:
         )
         self.now = 1000.0
         self.reading: list[FillOrder] = []
+        #: Most reads at once while nobody waits, as `Models.spare_reads` has it.
+        self.spare = 4
         self.workers: dict[SessionId, FakeWorker] = {}
 
     def _clean(self, slab: int, slot: int) -> None:
@@ -62,6 +64,8 @@ class FakeArena:
 
     def pump(self) -> None:
         """Do what the server does after each call: begin reads, deliver answers, and soon `tick`."""
+        spare = 0 if self.cache.awaited else self.spare - len(self.reading)
+        self.cache.read_ahead(spare, self.now)
         self._deliver()
         self.cache.tick(self.now)
         self._deliver()
@@ -157,6 +161,11 @@ class FakeWorker:
         self.asked = True
         request = Miss(self.seq, self.layer, phase, missing)
         self.arena.cache.request(self.id, request, self.arena.now)
+        self.arena.pump()
+
+    def wish(self, layer: int, experts: tuple[int, ...]) -> None:
+        """Say what it will probably want next (rule 21)."""
+        self.arena.cache.wish(self.id, Wish(layer, experts), self.arena.now)
         self.arena.pump()
 
     def receive(self, message: MissReply | MissError) -> None:

@@ -99,7 +99,7 @@ def workers_text(stats: Stats) -> str:
 def _summary(stats: Stats) -> str:
     size = figures.size
     errors = f", {figures.count(stats.read_errors)} read errors" if stats.read_errors else ""
-    lines = (
+    lines = [
         (
             "daemon",
             f"{stats.version}, pid {stats.pid}, up {figures.seconds(stats.uptime_seconds)}, "
@@ -128,7 +128,14 @@ def _summary(stats: Stats) -> str:
             f"saved by sharing {figures.count(stats.saved_reads)} reads, "
             f"{size(stats.saved_bytes)}; {stats.queue_depth} queued{errors}",
         ),
-    )
+    ]
+    if (early := stats.prefetch).prefetched:
+        text = (
+            f"{figures.count(early.prefetched)} experts, {size(early.prefetched_bytes)}: "
+            f"{figures.count(early.useful)} useful, {figures.count(early.late)} late, "
+            f"{figures.count(early.wasted)} wasted"
+        )
+        lines.append(("prefetch", text))
     return "\n".join(f"{name:<8} {text}" for name, text in lines)
 
 

@@ -194,6 +194,22 @@ class Client:
                 return words
         return self._pin_slowly(layer, experts, phase)
 
+    def takes_wishes(self) -> bool:
+        """Tell whether the daemon reads ahead what `wish` names (rule 21)."""
+        return self._session.takes_wishes()
+
+    def wish(self, layer: int, experts: Ints) -> None:
+        """Name experts of `layer` that will probably be pinned next, before they are known.
+
+        Only a hint: it never waits, and says nothing when all of them are in memory already.
+        """
+        row = self._attached().arena.directory[layer]
+        known = experts[(experts >= 0) & (experts < len(row))]
+        absent = {*known[row[known] == 0].tolist()}
+        if absent:
+            self._check_thread()
+            self._session.wish(layer, tuple(absent))
+
     def verify(self) -> bool:
         """Rule 6: tell whether the slots pinned since the last `unpin` still hold what was pinned.
 

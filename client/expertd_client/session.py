@@ -20,7 +20,7 @@ from expertd_client.dealer import Dealer
 from expertd_client.pins import Pins
 from expertd_client.source import ModelSource
 from expertd_protocol import codec, errors
-from expertd_protocol.layout import U64, Ints
+from expertd_protocol.layout import U64, Header, Ints
 from expertd_protocol.messages import (
     Attach,
     Attached,
@@ -29,12 +29,15 @@ from expertd_protocol.messages import (
     Miss,
     MissError,
     MissReply,
+    Wish,
 )
 
 #: Grants that do not match the directory, in one pin, before the daemon is called broken.
 MAX_RETRIES = 64
 #: A clean end is worth this long, and no longer.
 DETACH_SECONDS = 1.0
+#: Wishes that the daemon may be behind with: more would only fill the queue that misses need.
+WISHES_MOST = 8
 
 
 class SessionLost(Exception):
@@ -65,6 +68,7 @@ class Session:
         self.attach = attach
         self.lost = False
         self.seq = 0
+        self.wishes = 0
         self.pins: Pins | None = None
         self._context = context
         self._dealer: Dealer | None = None
@@ -161,6 +165,18 @@ class Session:
             missing = pins.grant(reply.seq, layer, experts, missing, reply.words)
         waited_ns = time.monotonic_ns() - waited_from
         return pins.complete(layer, experts, phase, joins, misses, waited_ns, requests)
+
+    def takes_wishes(self) -> bool:
+        """Tell whether the daemon reads ahead (rule 21), and keeps up with what was wished for."""
+        taken = self.pins.get_header(Header.WISHES) - 1 if self.pins is not None else -1
+        return not self.lost and taken >= 0 and self.wishes - taken < WISHES_MOST
+
+    def wish(self, layer: int, experts: tuple[int, ...]) -> None:
+        """Say what this worker will probably ask for next; nobody waits for it, and it may get lost."""
+        if self.takes_wishes():
+            with contextlib.suppress(errors.DeadlineExceeded):  # the queue is full
+                self.dealer.send(codec.encode_wish(Wish(layer, experts)))
+                self.wishes += 1
 
     def give_up(self) -> None:
         """Drop a pin that did not complete, and whatever its request may still be granted."""

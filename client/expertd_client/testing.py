@@ -59,7 +59,7 @@ from expertd_protocol.messages import (
     StatsRequest,
     Welcome,
 )
-from expertd_protocol.stats import Counters, Latency, SlotCounts, Stats
+from expertd_protocol.stats import Counters, Latency, Prefetched, SlotCounts, Stats
 
 Key = tuple[int, int]  # layer, expert
 
@@ -434,6 +434,7 @@ class FakeDaemon:
                 "prefill": Counters(),
                 "decode": Counters(),
                 "total": Counters(),
+                "prefetch": Prefetched(),
                 "miss_latency": Latency(),
                 "models": (),
                 "sessions": (),

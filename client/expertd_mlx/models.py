@@ -27,6 +27,7 @@ from mlx_lm.models.switch_layers import (
 from mlx_lm.utils import _get_classes
 
 from expertd_client.routing import declared_experts, top_k
+from expertd_mlx.foresight import Foresight, router_of
 from expertd_mlx.packed import refuse_leftovers, unpacked
 from expertd_mlx.planes import DTYPE_NAMES
 from expertd_mlx.stream import Stream
@@ -238,6 +239,8 @@ def stream_experts(
     stream = Stream(layers, experts, top_k(config, defaults) or 1)
     for index, (_, module, linears) in enumerate(found):
         _turn(stream, index, module, linears)
+    modules = dict(model.named_modules())
+    stream.foresight = Foresight([router_of(modules, layer_path) for layer_path, _, _ in found])
     resident: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     stream.resident_bytes = sum(array.nbytes for array in resident.values())
     return stream

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ import numpy.typing as npt
 import expertd_client
 from expertd_client.recording import End, RecordingFile
 from expertd_mlx import limits
+from expertd_mlx.foresight import Foresight
 from expertd_mlx.planes import PlaneView, open_view
 from expertd_mlx.recorder import Recorder, starts_anew
 from expertd_mlx.snapshot import CacheSnapshot
+from expertd_mlx.waves import SORT_PAIRS
 from expertd_protocol.errors import BadConfig, StaleExperts
 from expertd_protocol.layout import U64, Ints, Phase
 from expertd_protocol.messages import LayerSource, Record
@@ -50,6 +53,8 @@ class Experts(Protocol):
     def resident(self, layer: int) -> npt.NDArray[np.bool_]: ...
     def is_whole(self, layer: int) -> bool: ...
     def pin(self, layer: int, experts: Ints, phase: Phase) -> U64: ...
+    def takes_wishes(self) -> bool: ...
+    def wish(self, layer: int, experts: Ints) -> None: ...
     def verify(self) -> bool: ...
     def unpin(self) -> None: ...
     def begin_pass(self) -> None: ...
@@ -87,6 +92,8 @@ class Stream:
         self._all_whole = False
         #: Called when the arena goes: every layer lets go of its arrays.
         self.unbind: list[Callable[[], None]] = []
+        #: What the next layer will choose; set by `models.stream_experts`.
+        self.foresight = Foresight(())
         #: Sees what every layer routes, while somebody wants it recorded.
         self.recorder: Recorder | None = None
 
@@ -159,9 +166,12 @@ class Stream:
             self._view = None
 
     # --- pins --------------------------------------------------------------------------------
-    def read_back(self, indices: mx.array) -> Ints:
-        """Return the routed ids, and be done with the layer before: one evaluation for both."""
-        due = [indices] if self._outstanding is None else [indices, self._outstanding]
+    def read_back(self, indices: mx.array, guess: mx.array | None = None) -> Ints:
+        """Return the routed ids, and be done with the layer before: one evaluation for both.
+
+        And for the guess at the next layer's ids, when there is one.
+        """
+        due = [a for a in (indices, self._outstanding, guess) if a is not None]
         if self.recorder is not None:
             due += self.recorder.unevaluated()
         mx.eval(due)
@@ -172,6 +182,11 @@ class Stream:
         """Pin and return the words, fewer than asked only when the quota shrank meanwhile."""
         self._holds_pins = True
         return self.client.pin(layer, experts, self.phase)
+
+    def wish(self, layer: int, guess: mx.array | None) -> None:
+        """Tell the daemon what `layer` will probably choose: ids that were read back with others."""
+        if guess is not None:
+            self.client.wish(layer, np.array(guess).reshape(-1).astype(np.intp, copy=False))
 
     def hold(self, output: mx.array) -> mx.array:
         """Remember that `output` reads the pinned slots and is not evaluated yet."""
@@ -277,6 +292,10 @@ class Stream:
             self._take_up(wanted)
         fresh = self._is_recording() and starts_anew(cache)
         before = CacheSnapshot(None if self._all_whole else cache)
+        started, sight = time.perf_counter(), self.foresight
+        few = phase is Phase.DECODE and tokens * self.top_k < SORT_PAIRS
+        on_trial = few and sight.works and client.takes_wishes()
+        sight.begin(on_trial and sight.trial.looks_ahead)
         for last in (False,) * (MAX_TRIES - 1) + (True,):
             if self.recorder is not None:
                 self.recorder.begin(fresh)
@@ -301,6 +320,8 @@ class Stream:
             self._forget_whole()
             if self.recorder is not None:
                 self.recorder.commit(tokens, batch, phase)
+            if on_trial:
+                sight.trial.took(time.perf_counter() - started, tokens)
             return output
         raise AssertionError("unreachable")
 

@@ -94,7 +94,8 @@ class StreamedLayer:
             for projection in self.projections:
                 projection.promise = None
             return stream.note_whole(run(x, indices), indices.size, self._expert_bytes)
-        ids = stream.read_back(indices)
+        guess = stream.foresight.guess(self.index) if stream.foresight.on else None
+        ids = stream.read_back(indices, guess)
         counts = self._count(ids)
         if ids.size < SORT_PAIRS and self._dtypes <= {x.dtype}:
             # No routed pair at all still needs arrays of the right shape to run on: expert 0.
@@ -102,6 +103,7 @@ class StreamedLayer:
             if len(experts) <= stream.client.quota:
                 words = stream.pin(self.index, experts)
                 if len(words) == len(experts):
+                    stream.wish(self.index + 1, guess)
                     arrays, rows = stream.view.pinned(self.index, words)
                     self._rows[experts] = rows
                     self._bind(arrays)
@@ -207,6 +209,7 @@ class StreamedExperts(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         layer = self._expertd
+        layer.stream.foresight.reached(layer.index, indices)
         if (recorder := layer.stream.recorder) is not None:
             recorder.see(layer.index, indices, gate_weights(sys._getframe(1), indices))
         return layer(super().__call__, x, indices)

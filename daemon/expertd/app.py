@@ -95,6 +95,7 @@ async def _serve(
         max_sessions=config.max_sessions,
         max_in_flight=config.max_in_flight,
         warm=config.warm,
+        prefetch=config.prefetch == "auto",
     )
     router = handlers.router = Router(loop, endpoints, handlers.on_message)
     listener = bind_listener(endpoints.attach)

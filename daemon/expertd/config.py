@@ -76,6 +76,11 @@ class DaemonConfig(BaseSettings):
     warm: bool = Field(
         True, description="read a model that fits the budget whole, in the background"
     )
+    prefetch: Literal["auto", "off"] = Field(
+        "auto",
+        description="read what a worker will probably want next, while the device is idle and where "
+        "a worker finds that this is faster",
+    )
     max_sessions: Annotated[int, Field(ge=1, le=4096)] = Field(
         64, description="workers that may be attached at once"
     )

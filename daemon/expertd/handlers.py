@@ -78,6 +78,7 @@ class Handlers:
         max_sessions: int,
         max_in_flight: int,
         warm: bool = True,
+        prefetch: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sessions: dict[SessionId, Session] = {}
@@ -89,6 +90,7 @@ class Handlers:
         self._max_sessions = max_sessions
         self._max_in_flight = max_in_flight
         self._warm = warm
+        self._prefetch = prefetch
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._draining = False
@@ -214,6 +216,8 @@ class Handlers:
         session.model, session.page = model, page
         model.sessions.append(session)
         model.cache.add(session.id, page.holder())
+        if self._prefetch and model.cache.takes_wishes:
+            session.take_wishes(0)
         self._flush(model)
         log.info(
             "session_attached session=%s pid=%d name=%r model=%s quota=%d",
@@ -262,8 +266,11 @@ class Handlers:
     # --- ROUTER --------------------------------------------------------------------------------
 
     def on_message(self, peer: bytes, payload: bytes) -> None:
-        """Serve one message from the ROUTER; whatever it is, it gets an answer."""
+        """Serve one message from the ROUTER; whatever it is but a wish, it gets an answer."""
         session = self.sessions.get(SessionId(peer))
+        if codec.is_wish(payload):
+            self._wish(session, payload)
+            return
         miss = codec.is_miss(payload)
         seq = 0
         try:
@@ -293,6 +300,17 @@ class Handlers:
                 self._reply(peer, codec.encode_reply(MissError(seq, code, message)))
             else:
                 self._reply(peer, codec.encode(Failure(code=code, message=message)))
+
+    def _wish(self, session: Session | None, payload: bytes) -> None:
+        """Take a wish, which nobody waits for: one that is not allowed is dropped (rule 21)."""
+        if not self._prefetch or session is None or not session.serving or session.model is None:
+            return
+        try:
+            session.model.cache.wish(session.id, codec.decode_wish(payload), self._clock())
+        except ProtocolError as exc:
+            log.debug("wish_refused session=%s reason=%s", session.id.hex(), exc)
+        session.take_wishes(1)
+        self._flush(session.model)
 
     def _reply(self, peer: bytes, payload: bytes) -> None:
         """Send an answer; a session that it does not reach is cut, and so never waits for it (D06)."""
@@ -337,6 +355,8 @@ class Handlers:
         cache = model.cache
         if self._warm and model.stale is None and not self._draining:
             cache.warm(self._models.idle_reads())
+        if self._prefetch and model.stale is None and not self._draining:
+            cache.read_ahead(self._models.spare_reads(), self._clock())
         while cache.fills:
             orders, cache.fills = cache.fills, []
             for order, error in self._models.submit(model, orders):

@@ -49,7 +49,7 @@ from expertd_protocol.fence import fence
 from expertd_protocol.ids import ExpertKey
 from expertd_protocol.layout import Part, Phase
 from expertd_protocol.messages import Attach, LayerSource
-from expertd_protocol.stats import Counters
+from expertd_protocol.stats import Counters, Prefetched
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Totals:
     saved_reads: int = 0
     saved_bytes: int = 0
     read_errors: int = 0
+    prefetch: Prefetched = field(default_factory=Prefetched)
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
@@ -144,6 +145,7 @@ class Model:
     def totals(self) -> Totals:
         saved = self.cache.tally.saved_reads
         expert_bytes = [self.index.expert_bytes(layer) for layer in range(len(saved))]
+        early = self.cache.prefetch
         return Totals(
             *self.gone,
             evictions=self.cache.tally.evictions,
@@ -152,6 +154,13 @@ class Model:
             saved_reads=int(saved.sum()),
             saved_bytes=int(saved @ expert_bytes),
             read_errors=self.read_errors,
+            prefetch=Prefetched(
+                prefetched=int(early.ordered.sum()),
+                prefetched_bytes=int(early.ordered @ expert_bytes),
+                useful=early.useful,
+                late=early.late,
+                wasted=early.wasted,
+            ),
         )
 
     def fill(self, order: FillOrder) -> Fill:
@@ -366,6 +375,12 @@ class Models:
     def idle_reads(self) -> int:
         """Return how many experts that nobody waits for may be ordered now: a short queue's worth."""
         return max(2 * (self._options.threads or USUAL_THREADS) - len(self._in_flight), 0)
+
+    def spare_reads(self) -> int:
+        """Return how many experts may be read ahead now: none while anybody waits, and few at once."""
+        if any(model.cache.awaited for model in self.by_path.values()):
+            return 0
+        return max((self._options.threads or USUAL_THREADS) // 2 - len(self._in_flight), 0)
 
     # --- reads -------------------------------------------------------------------------------
 

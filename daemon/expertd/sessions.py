@@ -106,6 +106,14 @@ class Session:
     #: Wanted of this worker; it fetches them at its next forward pass.
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=_RECORDS_MAX))
     records_asked: int = 0
+    #: Wishes taken; its page says one more, or 0 where none are wanted.
+    wishes: int = 0
+
+    def take_wishes(self, more: int) -> None:
+        """Say in the page that wishes are taken, and that `more` were."""
+        assert self.page is not None
+        self.wishes += more
+        self.page.header[Header.WISHES] = 1 + self.wishes
 
     def note(self, record: Record) -> None:
         """Keep what is wanted of this worker, and say so in its page."""

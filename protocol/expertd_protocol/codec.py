@@ -15,6 +15,7 @@ from expertd_protocol.messages import (
     Miss,
     MissError,
     MissReply,
+    Wish,
 )
 
 #: One ZeroMQ message (also set as MAXMSGSIZE).
@@ -23,8 +24,10 @@ ROUTER_MAX_BYTES = 1 << 20
 ATTACH_MAX_BYTES = 16 << 20
 #: Most experts one request may name.
 MAX_EXPERTS_PER_REQUEST = 4096
+#: Most experts one wish may name: those of a few tokens.
+MAX_EXPERTS_PER_WISH = 64
 
-_MISS, _REPLY, _ERROR = 1, 2, 3
+_MISS, _REPLY, _ERROR, _WISH = 1, 2, 3, 4
 _adapter: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 
@@ -63,6 +66,10 @@ def encode_miss(miss: Miss) -> bytes:
     return _pack((_MISS, miss.seq, miss.layer, miss.phase, miss.experts))
 
 
+def encode_wish(wish: Wish) -> bytes:
+    return _pack((_WISH, *wish))
+
+
 def encode_reply(reply: MissReply | MissError) -> bytes:
     return _pack((_REPLY if isinstance(reply, MissReply) else _ERROR, *reply))
 
@@ -70,6 +77,11 @@ def encode_reply(reply: MissReply | MissError) -> bytes:
 def is_miss(data: bytes | memoryview) -> bool:
     """Tell the miss path (a msgpack array) from control messages (a map) by the first byte."""
     return len(data) > 0 and (data[0] & 0xF0 == 0x90 or data[0] in (0xDC, 0xDD))
+
+
+def is_wish(data: bytes | memoryview) -> bool:
+    """Tell a wish from everything else by the first number of its array: it gets no answer."""
+    return len(data) > 1 and data[0] & 0xF0 == 0x90 and data[1] == _WISH
 
 
 def decode_miss(data: bytes | memoryview) -> Miss:
@@ -86,6 +98,22 @@ def decode_miss(data: bytes | memoryview) -> Miss:
         ):
             return Miss(seq, layer, phase, tuple(experts))
     raise ProtocolError("a miss request is [1, seq > 0, layer, phase 0 or 1, [expert, ...]]")
+
+
+def decode_wish(data: bytes | memoryview) -> Wish:
+    """Return the wish in `data`; ranges of layer and expert are the daemon's to check."""
+    value = _unpack(data)
+    match value:
+        case [int(tag), int(layer), [*experts]] if (
+            tag == _WISH
+            and type(layer) is int
+            and 0 < len(experts) <= MAX_EXPERTS_PER_WISH
+            and all(type(e) is int for e in experts)
+        ):
+            return Wish(layer, tuple(experts))
+    raise ProtocolError(
+        f"a wish is [4, layer, [expert, ...]] of 1 to {MAX_EXPERTS_PER_WISH} experts"
+    )
 
 
 def decode_reply(data: bytes | memoryview) -> MissReply | MissError:

@@ -207,8 +207,10 @@ class Header(IntEnum):
     REATTACHES = 3
     #: Bytes of weights the worker keeps for itself, as reported by MLX.
     RESIDENT_BYTES = 4
-    #: How many recordings were asked of this worker; the only word that the daemon writes.
+    #: How many recordings were asked of this worker. The daemon writes this word and the next.
     RECORDS = 5
+    #: 0: the daemon takes no wishes; else 1 + how many of this session it has taken (rule 21).
+    WISHES = 6
 
 
 _HEADER_WORDS = 8

@@ -3,7 +3,8 @@
 Two channels carry them. The attach socket (AF_UNIX stream) takes `Hello`, `Inspect`, `Attach` and
 `Detach`, each a u32 big-endian length and a msgpack map; `Attached` brings file descriptors along.
 ZeroMQ takes `StatsRequest`, `Ping`, `Record` and `RecordsRequest` as msgpack maps, and the miss path
-as small fixed msgpack arrays (`Miss`, `MissReply`, `MissError`), which pydantic would only slow down.
+as small fixed msgpack arrays (`Miss`, `MissReply`, `MissError`, `Wish`), which pydantic would only slow
+down.
 """
 
 from __future__ import annotations
@@ -219,6 +220,13 @@ class MissReply(NamedTuple):
     words: tuple[int, ...]
     joined: int
     missed: int
+
+
+class Wish(NamedTuple):
+    """Experts that the session will probably ask for next: not answered, replaces its last one (rule 21)."""
+
+    layer: int
+    experts: tuple[int, ...]
 
 
 class MissError(NamedTuple):

@@ -67,6 +67,20 @@ class SlotCounts(_Part):
         return SlotCounts(**{k: v + getattr(other, k) for k, v in mine.items()})
 
 
+class Prefetched(_Part):
+    """Experts read before anybody asked; `useful + late + wasted` is `prefetched` once all is settled."""
+
+    prefetched: int = 0
+    prefetched_bytes: int = 0
+    useful: int = 0
+    late: int = 0
+    wasted: int = 0
+
+    def __add__(self, other: Prefetched) -> Prefetched:
+        mine = self.model_dump()
+        return Prefetched(**{k: v + getattr(other, k) for k, v in mine.items()})
+
+
 class FileStats(_Part):
     """One shard: how it is really read, and what came from the device."""
 
@@ -119,6 +133,7 @@ class ModelStats(_Part):
     saved_reads: int
     saved_bytes: int
     read_errors: int
+    prefetch: Prefetched = Prefetched()
     prefill: Counters
     decode: Counters
     miss_latency: Latency
@@ -151,6 +166,7 @@ class Stats(_Part):
     saved_reads: int
     saved_bytes: int
     read_errors: int
+    prefetch: Prefetched = Prefetched()
     queue_depth: int
     prefill: Counters
     decode: Counters
@@ -183,6 +199,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("evictions", "counter", "slots taken from a resident expert"),
     ("deferred_reuses", "counter", "times a retired slot was kept because a worker held it"),
     ("read_errors", "counter", "experts that could not be read"),
+    ("prefetched", "counter", "experts that were read before anybody asked, into idle device time"),
+    ("prefetched_bytes", "counter", "their bytes"),
+    ("useful", "counter", "prefetched experts that a worker then found resident"),
+    ("late", "counter", "prefetched experts that were asked for while they were being read"),
+    ("wasted", "counter", "prefetched experts that the pass they were read for did not use"),
     ("budget_bytes", "gauge", "the limit for everything the daemon keeps in memory for experts"),
     ("committed_bytes", "gauge", "slabs, directories, worker pages and read buffers that exist"),
     ("peak_committed_bytes", "gauge", "the highest committed_bytes since start"),

@@ -14,22 +14,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from expertd.cache.claims import check_ids, check_request, claims_too_much
 from expertd.cache.eviction import EvictionPolicy
-from expertd.cache.hazards import count_held, held_slots, held_words
+from expertd.cache.hazards import held_slots, held_words
+from expertd.cache.prefetch import Early, Prefetch
 from expertd.cache.requests import Answer, FillOrder, Holder, Tally, Waiting
 from expertd.cache.table import SlotState, SlotTable
-from expertd_protocol.errors import ExpertdError, ProtocolError, QuotaExceeded, TooManyInFlight
+from expertd_protocol.errors import ExpertdError, QuotaExceeded
 from expertd_protocol.ids import ExpertKey, SessionId
 from expertd_protocol.layout import (
     U64,
     Header,
     Phase,
-    check_range,
     pack_word,
-    word_slabs,
-    word_slots,
 )
-from expertd_protocol.messages import Miss, MissError, MissReply
+from expertd_protocol.messages import Miss, MissError, MissReply, Wish
 
 #: Slots are kept ready for reuse ahead of demand: one in `AHEAD_SHARE`, within these limits. They are
 #: retired, not emptied: until they are taken, their experts come back without a read when asked for.
@@ -75,6 +74,7 @@ class ExpertCache:
         self.hurried: list[tuple[ExpertKey, Phase]] = []
         self.answers: list[Answer] = []
         self.holders: dict[SessionId, Holder] = {}
+        self.prefetch = Prefetch(len(directory), self.holders)
         self._fence = fence
         self._grace = grace_seconds
         self._max_in_flight = max_in_flight
@@ -118,6 +118,8 @@ class ExpertCache:
         for waiting in list(holder.waiting.values()):
             self._abandon(waiting)
         self._release_grants(holder, None)
+        self.prefetch.take_back(session)
+        self._rest(self.prefetch.passed(session), now)
         self.tick(now)
 
     def remove(self, session: SessionId, now: float) -> None:
@@ -143,8 +145,10 @@ class ExpertCache:
         """Take one miss request. Raises `ProtocolError` and changes nothing when it is not allowed."""
         holder = self.holders[session]
         self._drop_given_up(holder, now)
-        self._check(holder, request)
+        check_request(request, holder, self.directory.shape, self._max_in_flight)
         self._release_grants(holder, request.seq)
+        self.prefetch.take_back(session)
+        self._rest(self.prefetch.passed(session, request.layer), now)
         if request.layer <= holder.layer:  # a new pass: two in one look cannot be told apart
             self.policy.observe(session, holder.uses.copy(), now)
         holder.seq, holder.layer = request.seq, request.layer
@@ -157,6 +161,7 @@ class ExpertCache:
             key = ExpertKey(request.layer, expert)
             slot = int(self._slot_of[key])
             state = table.state[slot] if slot >= 0 else SlotState.FREE
+            self.prefetch.asked(key)
             if state == SlotState.RETIRED:
                 self._resurrect(table, slot, key)
                 state = SlotState.READY
@@ -167,7 +172,7 @@ class ExpertCache:
             waiting.missing.add(expert)
             if slot >= 0 or key in self._waiters:
                 waiting.joined += 1
-                self.tally.saved_reads[request.layer] += 1
+                self.tally.saved_reads[request.layer] += key in self._waiters
                 self._hurry(slab, key, phase)
             else:
                 waiting.missed += 1
@@ -190,11 +195,13 @@ class ExpertCache:
             waiting.missing.discard(order.key.expert)
             if not waiting.missing:
                 self._answer(waiting, now)
+        self._rest(self.prefetch.filled(order.key), now)
 
     def failed(self, order: FillOrder, error: ExpertdError, now: float) -> None:
         """The read failed: nothing was published, the slot is free again, waiters get the error."""
         table = self.tables[order.slab]
         del self._reading[order.key]
+        self.prefetch.lost(order.key)
         self._slot_of[order.key] = -1
         table.release(order.slot)
         for waiting in self._waiters.pop(order.key, ()):
@@ -226,7 +233,7 @@ class ExpertCache:
         for session, holder in self.holders.items():
             self.policy.observe(session, holder.uses.copy(), now)
             self._release_grants(holder, None, acknowledged_only=True)
-            if self._claims_too_much(holder):
+            if claims_too_much(holder):
                 self._revoke(holder, now)
         for table in self.tables:  # of all: for one more the policy is asked at little cost
             need = self._missing(table)
@@ -259,11 +266,78 @@ class ExpertCache:
         for key in itertools.islice(unread, most):
             self._order(self.tables[self.slab_of_layer[key.layer]], key, None, session)
 
+    # --- prefetch (rule 21) --------------------------------------------------------------------
+
+    @property
+    def takes_wishes(self) -> bool:
+        """Whether anything can be read ahead of demand: not where everything fits."""
+        return not all(self._whole)
+
+    def wish(self, session: SessionId, wish: Wish, now: float) -> None:
+        """Take what a session will probably ask for next. Raises `ProtocolError` and changes nothing."""
+        check_ids(wish, self.directory.shape)
+        self._rest(self.prefetch.passed(session), now)
+        self.prefetch.wish(session, *wish)
+
+    def read_ahead(self, most: int, now: float) -> None:
+        """Order up to `most` experts that are wished for, into slots that nobody else needs."""
+        self._rest(self.prefetch.overdue(now), now)
+        while most > 0 and (wished := self.prefetch.next()) is not None:
+            session, key, use = wished
+            table = self.tables[self.slab_of_layer[key.layer]]
+            if self._slot_of[key] >= 0 or key in self._waiters or not self._has_spare(table, now):
+                continue
+            self._order(table, key, None, session)
+            slot = int(self._slot_of[key])
+            self.prefetch.order(Early(key, table.slab, slot, session, use, now))
+            most -= 1
+
+    def _has_spare(self, table: SlotTable, now: float) -> bool:
+        """Whether a slot can be had without a victim, and enough are left for demand."""
+        most = self._ahead[table.slab] // AHEAD_BATCH
+        if (
+            len(self.prefetch.in_slab(table.slab)) >= most
+            or len(table.free) + len(table.resting) <= self._ahead[table.slab] - most
+            or any(self._wants[table.slab].values())
+        ):
+            return False
+        if not table.free:
+            self._reclaim(table, 1, now)
+        return bool(table.free)
+
+    def _early(self, table: SlotTable) -> list[int]:
+        """Slots on loan to early experts: they come back to rest, or the miss that they save takes none.
+
+        Never more than may be lent now, which is less when one more session has come: demand goes first.
+        """
+        if not self.prefetch.early:
+            return []
+        return self.prefetch.in_slab(table.slab)[: self._ahead[table.slab] // AHEAD_BATCH]
+
+    def _rest(self, unused: Sequence[Early], now: float) -> None:
+        """Retire early experts that nobody used: their slots go back where they came from."""
+        for early in unused:
+            table = self.tables[early.slab]
+            if (
+                self._slot_of[early.key] == early.slot
+                and table.state[early.slot] == SlotState.READY
+                and not table.grants[early.slot]
+                and early.slot not in self._held(early.slab)
+            ):
+                self.directory[early.key] = 0
+                self._fence()
+                table.retire(np.array([early.slot]), now)
+
     # --- what others may know ------------------------------------------------------------------
 
     def held(self, slab: int) -> int:
         """Return how many slots of a slab are pinned now."""
         return len(self._held(slab))
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for an expert."""
+        return bool(self._waiters)
 
     @property
     def busy(self) -> bool:
@@ -284,28 +358,6 @@ class ExpertCache:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _check(self, holder: Holder, request: Miss) -> None:
-        layers, experts = self.directory.shape
-        check_range("layer", request.layer, 0, layers)
-        for expert in request.experts:
-            check_range("expert", expert, 0, experts)
-        if len(set(request.experts)) != len(request.experts):
-            raise ProtocolError(f"an expert stands twice in request {request.seq}")
-        if request.seq <= holder.seq:  # else older grants would never end
-            raise ProtocolError(f"request {request.seq} came after {holder.seq}; numbers only grow")
-        if len(holder.waiting) >= self._max_in_flight:
-            raise TooManyInFlight(
-                f"{len(holder.waiting)} requests of this session wait already, "
-                f"{self._max_in_flight} may"
-            )
-        asked = sum(len(w.request.experts) for w in holder.waiting.values())
-        held = min(count_held(holder.hazards), holder.quota)
-        if held + asked + len(request.experts) > holder.quota:
-            raise QuotaExceeded(
-                f"{len(request.experts)} experts asked for with {held} held and {asked} waited for; "
-                f"the session's quota is {holder.quota}"
-            )
-
     def _assign(self, table: SlotTable, now: float) -> None:
         """Give free slots to who waits for one."""
         wants = self._wants[table.slab]
@@ -321,12 +373,14 @@ class ExpertCache:
     def _missing(self, table: SlotTable) -> int:
         """How many slots more should be retired, for who waits and ahead of who will."""
         ahead = self._ahead[table.slab] - len(table.free) - len(table.resting)
-        return ahead + sum(map(len, self._wants[table.slab].values()))
+        return ahead + sum(map(len, self._wants[table.slab].values())) - len(self._early(table))
 
     def _is_short(self, table: SlotTable) -> bool:
         """Whether to choose victims now: it costs the same for one as for ten."""
-        wanted = any(self._wants[table.slab].values())
-        return self._missing(table) > (0 if wanted else self._ahead[table.slab] // AHEAD_BATCH)
+        missing = self._missing(table)
+        if any(self._wants[table.slab].values()):
+            return missing > 0
+        return missing > self._ahead[table.slab] // AHEAD_BATCH - len(self._early(table))
 
     def _order(
         self, table: SlotTable, key: ExpertKey, phase: Phase | None, session: SessionId
@@ -344,6 +398,7 @@ class ExpertCache:
         self._fence()  # an acknowledged reply's hazards are visible from here on
         pinned = np.zeros(len(table), bool)
         pinned[self._held(table.slab)] = True
+        pinned[self._early(table)] = True
         candidates = candidates[(table.grants[candidates] == 0) & ~pinned[candidates]]
         layers = table.layer[candidates].astype(np.intp)
         experts = table.expert[candidates].astype(np.intp)
@@ -370,7 +425,9 @@ class ExpertCache:
                 table.defer(slot)
                 self.tally.deferred_reuses += 1
         for slot in reusable:
-            self._slot_of[table.layer[slot], table.expert[slot]] = -1
+            key = ExpertKey(int(table.layer[slot]), int(table.expert[slot]))
+            self.prefetch.lost(key)
+            self._slot_of[key] = -1
             table.bump_generation(slot)
         self._fence()  # rule 6: who sees new bytes sees the new generation
         for slot in reusable:
@@ -439,21 +496,6 @@ class ExpertCache:
                 queue.pop(key, None)
         for slab, slot in waiting.granted:
             self.tables[slab].grants[slot] -= 1
-
-    def _claims_too_much(self, holder: Holder) -> bool:
-        """Tell whether hazards, grants and requests name more experts than the quota: a hostile page.
-
-        An honest worker passes its quota with requests it has given up, and with grants that it
-        acknowledged after we looked; neither is worth anything to it.
-        """
-        granted = [g for _, slots in holder.grants for g in slots]
-        granted += [g for w in holder.waiting.values() for g in w.granted]
-        missing = sum(len(w.missing) for w in holder.waiting.values())
-        hazards = holder.hazards[holder.hazards != 0]
-        if len(granted) + missing + len(hazards) <= holder.quota:
-            return False
-        named = zip(word_slabs(hazards).tolist(), word_slots(hazards).tolist(), strict=True)
-        return len({*granted, *named}) + missing > holder.quota
 
     def _revoke(self, holder: Holder, now: float) -> None:
         """Leave a session only its hazards, so that quotas add up and nobody waits for ever (rule 2)."""

@@ -516,6 +516,15 @@ class Workers(RuleBasedStateMachine):
         if not worker.asked and not worker.wanted:
             worker.pin(layer, tuple(experts), phase)
 
+    @rule(
+        who=st.integers(0, 3),
+        layer=st.integers(0, 2),
+        experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=4),
+    )
+    def wish(self, who: int, layer: int, experts: set[int]) -> None:
+        workers = list(self.arena.workers.values())
+        workers[who % len(workers)].wish(layer, tuple(experts))
+
     @rule(who=st.integers(0, 3), layer=st.integers(0, 2), expert=st.integers(0, EXPERTS - 1))
     def publish_late(self, who: int, layer: int, expert: int) -> None:
         """The pause between the two looks of rule 1, with an eviction and time in between."""
@@ -564,6 +573,9 @@ class Workers(RuleBasedStateMachine):
         self.arena.cache.check()
         for worker in self.arena.workers.values():
             worker.use()
+        prefetch = self.arena.cache.prefetch
+        settled = prefetch.useful + prefetch.late + prefetch.wasted
+        assert settled + len(prefetch.early) == prefetch.ordered.sum()
 
     def teardown(self) -> None:
         """Whatever happened, everybody who still waits is served."""
@@ -576,6 +588,11 @@ class Workers(RuleBasedStateMachine):
             worker.unpin()
         self.arena.advance(1.0)
         self.arena.advance(1.0)
+        while self.arena.reading:
+            self.arena.finish_read()
+        for worker in list(self.arena.workers.values()):
+            self.arena.kill(worker)
+        assert not self.arena.cache.prefetch.early
         assert not self.arena.cache.busy
         for table in self.arena.tables:
             assert (table.grants == 0).all() or self.arena.workers
@@ -583,6 +600,16 @@ class Workers(RuleBasedStateMachine):
 
 TestWorkers = Workers.TestCase
 TestWorkers.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class WorkersWithRoom(Workers):
+    """Slots are left for early experts in one slab, and the other has room for all."""
+
+    SLOTS = 16
+
+
+TestWorkersWithRoom = WorkersWithRoom.TestCase
+TestWorkersWithRoom.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 def test_the_machine_above_finds_a_missing_second_look() -> None:
