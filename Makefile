@@ -54,6 +54,7 @@ bench: setup
 	@$(BIN)/python bench/resident.py --save --rounds 7
 	@$(BIN)/python bench/replay.py --save $(BENCH_REPLAY)
 	@$(BIN)/python bench/scale.py --save $(BENCH_SCALE)
+	@$(BIN)/python bench/prefetch.py --save --rounds 8
 	@$(BIN)/python bench/plots.py
 
 clean:

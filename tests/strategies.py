@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from expertd_protocol.errors import ErrorCode
 from expertd_protocol.layout import DTYPE_BYTES, Part
-from expertd_protocol.messages import AnyMessage, Message, Miss, MissError, MissReply
+from expertd_protocol.messages import AnyMessage, Message, Miss, MissError, MissReply, Wish
 
 #: Every class that `codec.decode` can return.
 MESSAGE_CLASSES: tuple[type[Message], ...] = typing.get_args(typing.get_args(AnyMessage)[0])
@@ -66,6 +66,7 @@ misses = st.builds(
     phase=st.sampled_from((0, 1)),
     experts=st.lists(_small, min_size=1, max_size=20).map(tuple),
 )
+wishes = st.builds(Wish, layer=_small, experts=st.lists(_small, min_size=1, max_size=64).map(tuple))
 replies = st.one_of(
     st.builds(
         MissReply,

@@ -15,6 +15,7 @@ from expertd_protocol.messages import (
     Miss,
     MissError,
     MissReply,
+    Wish,
 )
 from tests.strategies import (
     MESSAGE_CLASSES,
@@ -24,6 +25,7 @@ from tests.strategies import (
     mutated,
     replies,
     wire_values,
+    wishes,
 )
 
 
@@ -35,6 +37,7 @@ def test_every_message_survives_the_trip(cls: type[Message]) -> None:
         assert codec.decode(data) == message
         assert type(codec.decode(memoryview(data))) is cls
         assert not codec.is_miss(data)
+        assert not codec.is_wish(data)
 
     check()
 
@@ -44,7 +47,16 @@ def test_a_miss_survives_the_trip_and_is_told_from_control_messages(miss: Miss) 
     data = codec.encode_miss(miss)
 
     assert codec.is_miss(data)
+    assert not codec.is_wish(data)
     assert codec.decode_miss(data) == miss
+
+
+@given(wishes)
+def test_a_wish_survives_the_trip_and_is_told_from_everything_else(wish: Wish) -> None:
+    data = codec.encode_wish(wish)
+
+    assert codec.is_wish(data)
+    assert codec.decode_wish(data) == wish
 
 
 @given(replies)
@@ -88,7 +100,13 @@ def _decode_all(data: bytes) -> None:
         assert all(type(n) is int for n in (reply.seq, *words))
     except ProtocolError as exc:
         refusals.append(exc)
-    assert len(refusals) >= 2  # no bytes are two kinds of message
+    try:
+        wish = codec.decode_wish(data)
+        assert all(type(n) is int for n in (wish.layer, *wish.experts))
+        assert 0 < len(wish.experts) <= codec.MAX_EXPERTS_PER_WISH
+    except ProtocolError as exc:
+        refusals.append(exc)
+    assert len(refusals) >= 3  # no bytes are two kinds of message
     assert all(map(_short, refusals))
 
 

@@ -3,7 +3,7 @@
 import json
 
 from expertctl import render
-from expertd_protocol.stats import Stats
+from expertd_protocol.stats import Prefetched, Stats
 
 GOLDEN = """\
 daemon   0.1.0, pid 99, up 3m05s, in /run/user/1/expertd
@@ -70,6 +70,16 @@ def test_json_is_the_snapshot_and_its_derived_figures(stats: Stats) -> None:
 def test_read_errors_are_shown_when_there_are_any(stats: Stats) -> None:
     assert "read errors" not in render.stats_text(stats)
     assert "3 read errors" in render.stats_text(stats.model_copy(update={"read_errors": 3}))
+
+
+def test_prefetch_is_shown_when_something_was_prefetched(stats: Stats) -> None:
+    early = Prefetched(prefetched=1200, prefetched_bytes=3 << 20, useful=700, late=100, wasted=350)
+
+    assert "prefetch" not in render.stats_text(stats)
+    assert (
+        "prefetch 1,200 experts, 3.00 MiB: 700 useful, 100 late, 350 wasted\n"
+        in render.stats_text(stats.model_copy(update={"prefetch": early}))
+    )
 
 
 def test_a_daemon_without_models_is_short(stats: Stats) -> None:
