@@ -3,22 +3,25 @@
 import numpy as np
 import pytest
 
+from expertd.cache.eviction import EvictionPolicy, NextUse
 from expertd.cache.experts import AHEAD_BATCH
 from expertd.cache.prefetch import PATIENCE_SECONDS, Early, Prefetch
 from expertd.cache.table import SlotState
 from expertd_protocol.errors import ProtocolError
 from expertd_protocol.ids import ExpertKey
-from expertd_protocol.layout import Phase
+from expertd_protocol.layout import Ints, Phase
 from expertd_protocol.messages import Wish
 from tests.fakes import GRACE, FakeArena, FakeWorker
 
 
-def crowded(slots: int = 24, experts: int = 16, quota: int = 2) -> tuple[FakeArena, FakeWorker]:
+def crowded(
+    slots: int = 24, experts: int = 16, quota: int = 2, policy: EvictionPolicy | None = None
+) -> tuple[FakeArena, FakeWorker]:
     """Return two layers in one full slab, 8 slots of it rested, and a worker at layer 0.
 
     A quarter of the experts of layer 0 were never read.
     """
-    arena = FakeArena(layers=2, experts=experts, slots=slots)
+    arena = FakeArena(layers=2, experts=experts, slots=slots, policy=policy)
     worker = arena.worker(quota)
     for layer, most in ((1, experts), (0, 3 * experts // 4)):
         for first in range(0, most, quota):
@@ -154,8 +157,10 @@ def test_a_new_wish_replaces_the_last_one_and_a_request_ends_it() -> None:
 
     arena.spare = 0
     worker.wish(1, (old,))
-    worker.pin(1, (new,))  # a hit: no message, but the page says that the layer has come
+    seq = worker.seq
+    worker.pin(1, (int(np.flatnonzero(arena.directory[1])[0]),))
     worker.unpin()
+    assert worker.seq == seq  # a hit: no message, but the page says that the layer has come
     arena.spare = 4
     arena.pump()
     assert not arena.reading
@@ -197,6 +202,51 @@ def test_demand_keeps_its_share_of_the_slots_that_are_ready_for_reuse() -> None:
     while arena.reading:
         arena.finish_read()
     assert (table.state == SlotState.READY).sum() <= len(table) - ahead + ahead // AHEAD_BATCH
+
+
+def test_nothing_is_lent_when_demand_has_used_up_its_half() -> None:
+    arena, worker = crowded(quota=4)
+    table, ahead = arena.tables[0], arena.cache._ahead[0]
+    assert len(table.free) + len(table.resting) == ahead - ahead // AHEAD_BATCH
+
+    worker.wish(1, absent(arena, 1, 1))
+
+    assert not arena.reading
+
+
+class Against(NextUse):
+    """Would rather be rid of some experts than of any other."""
+
+    unloved: tuple[int, ...] = ()
+
+    def victims(self, layers: Ints, experts: Ints, need: int, now: float) -> Ints:
+        order = super().victims(layers, experts, len(layers), now)
+        loved = ~((layers[order] == 1) & np.isin(experts[order], self.unloved))
+        return order[np.argsort(loved, kind="stable")][:need]
+
+
+def test_an_early_expert_is_no_victim_before_its_layer_has_come() -> None:
+    policy = Against(2, 16)
+    arena, worker = crowded(policy=policy)
+    policy.unloved = wished = absent(arena, 1, 2)
+    worker.wish(1, wished)
+    assert len(arena.reading) == 2
+    while arena.reading:
+        arena.finish_read()
+    other = arena.worker(quota=4)
+
+    evictions = arena.cache.tally.evictions
+    for first in (12, 0, 4, 8):
+        other.pin(0, tuple(range(first, first + 4)))
+        arena.settle()
+        other.unpin()
+
+    assert arena.cache.tally.evictions > evictions
+    seq = worker.seq
+    worker.pin(1, wished)
+    assert worker.complete
+    assert worker.seq == seq  # a hit
+    worker.use()
 
 
 def test_nothing_is_read_ahead_where_quotas_leave_no_slots() -> None:
