@@ -182,6 +182,15 @@ class FakeWorker:
             self.hazards[int(np.flatnonzero(self.hazards == 0)[0])] = word
             self._hold(expert, word)
         self.header[Header.ACK] = message.seq
+        self._drop_what_moved(unpack_word(message.words[0])[1])
+
+    def _drop_what_moved(self, slab: int) -> None:
+        """The layer has moved between the look and the reply: all of it must be in one slab (rule 22)."""
+        moved = [e for e, word in self.pinned.items() if unpack_word(word)[1] != slab]
+        for expert in moved:
+            self.hazards[self.hazards == self.pinned.pop(expert)] = 0
+        if moved:
+            self.ask(tuple(moved))
 
     def _hold(self, expert: int, word: int) -> None:
         self.pinned[expert] = word

@@ -3,8 +3,8 @@
 Synchronous and pure: every call takes `now` and only changes plain state (some of the arrays are
 shared memory). What must be done outside is left in three outboxes, `fills` (experts to read),
 `hurried` (reads that somebody waits for by now) and `answers` (replies to send); the caller takes them
-after each call. The rules are those of
-daemon/README.md; the ones cited here decide whether a worker can ever see wrong bytes.
+after each call. The rules are those of daemon/README.md; the ones cited here decide whether a worker can
+ever see wrong bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ExpertCache:
     ) -> None:
         self.directory = directory
         self.tables = tuple(tables)
-        self.slab_of_layer = tuple(slab_of_layer)
+        self.slab_of_layer = list(slab_of_layer)
         self.policy = policy
         self.tally = Tally(np.zeros(len(directory), np.int64))
         self.fills: list[FillOrder] = []
@@ -266,6 +266,41 @@ class ExpertCache:
         for key in itertools.islice(unread, most):
             self._order(self.tables[self.slab_of_layer[key.layer]], key, None, session)
 
+    # --- slabs -----------------------------------------------------------------------------------
+
+    def move(self, layer: int, slab: int, now: float) -> bool:
+        """Let a layer live in another slab with the same planes; it starts there without experts (rule 22).
+
+        What of it is in memory is evicted. Who has pinned some of it may read on, and finds the rest in the
+        new slab. False, and nothing is changed, while a reply may still name its slots: an expert of it is
+        being read, or granted.
+        """
+        old = self.tables[self.slab_of_layer[layer]]
+        if self._whole[old.slab] or self._whole[slab]:
+            raise ValueError(
+                f"slab {old.slab} or {slab} has room for all: its slots are used unpinned"
+            )
+        for holder in self.holders.values():
+            self._release_grants(holder, None, acknowledged_only=True)
+        mine = np.flatnonzero(old.layer == layer)
+        if (old.state[mine] == SlotState.FILLING).any() or old.grants[mine].any():
+            return False
+        self.directory[layer] = 0
+        self._fence()
+        ready = mine[old.state[mine] == SlotState.READY]
+        old.retire(ready, now)
+        self.tally.evictions += len(ready)
+        for slot in mine.tolist():
+            self.prefetch.lost(ExpertKey(layer, int(old.expert[slot])))
+        self._slot_of[layer] = -1
+        self.slab_of_layer[layer] = slab
+        for phase, queue in self._wants[old.slab].items():
+            for key in [key for key in queue if key.layer == layer]:
+                del queue[key]
+                self._wants[slab][phase][key] = None
+        self._assign(self.tables[slab], now)
+        return True
+
     # --- prefetch (rule 21) --------------------------------------------------------------------
 
     @property
@@ -426,8 +461,9 @@ class ExpertCache:
                 self.tally.deferred_reuses += 1
         for slot in reusable:
             key = ExpertKey(int(table.layer[slot]), int(table.expert[slot]))
-            self.prefetch.lost(key)
-            self._slot_of[key] = -1
+            if self.slab_of_layer[key.layer] == table.slab:  # else its layer has moved
+                self.prefetch.lost(key)
+                self._slot_of[key] = -1
             table.bump_generation(slot)
         self._fence()  # rule 6: who sees new bytes sees the new generation
         for slot in reusable:

@@ -486,10 +486,83 @@ def test_a_slab_that_must_evict_is_not_read_in_the_background() -> None:
     assert not arena.cache.fills
 
 
+def test_a_layer_that_moves_starts_without_experts_and_leaves_what_is_pinned() -> None:
+    arena = FakeArena(layers=2, experts=8, slots=4, slab_of_layer=(0, 1))
+    holder, other = arena.worker(quota=2), arena.worker(quota=1)
+    holder.pin(0, (1, 2))
+    arena.settle()
+
+    assert arena.cache.move(0, 1, arena.now)
+
+    assert not arena.directory[0].any()
+    holder.use()
+    arena.advance(GRACE)
+    other.pin(0, (1,))
+    arena.settle()
+    assert [unpack_word(word)[1] for word in other.pinned.values()] == [1]
+    other.use()
+    holder.use()  # by its hazard, for as long as it wants
+    holder.unpin()
+    arena.advance(GRACE)
+    arena.cache.check()
+
+
+def test_a_layer_does_not_move_while_a_reply_may_name_its_slots() -> None:
+    arena = FakeArena(layers=2, experts=8, slots=4, slab_of_layer=(0, 1))
+    worker = arena.worker(quota=2)
+    worker.pin(0, (1, 2))
+    assert not arena.cache.move(0, 1, arena.now)  # both are being read
+    arena.finish_read()
+    assert not arena.cache.move(0, 1, arena.now)  # one is granted, one is being read
+
+    arena.finish_read()
+    worker.use()
+
+    assert arena.cache.move(0, 1, arena.now)
+    with pytest.raises(ValueError, match="room for all"):
+        FakeArena(layers=2, experts=4, slots=4, slab_of_layer=(0, 1)).cache.move(0, 1, 0.0)
+
+
+def test_what_waits_for_a_slot_moves_with_its_layer() -> None:
+    arena = FakeArena(layers=2, experts=8, slots=2, slab_of_layer=(0, 1))
+    holder, other = arena.worker(quota=2), arena.worker(quota=1)
+    holder.pin(0, (1, 2))
+    arena.settle()
+    other.pin(0, (3,))  # no slot is free
+    assert not arena.reading
+    holder.header[Header.ACK] = holder.seq
+    arena.cache.tick(arena.now)
+
+    assert arena.cache.move(0, 1, arena.now)
+    arena.settle()
+
+    assert other.complete
+    other.use()
+    holder.use()
+
+
+def test_who_finds_half_of_a_layer_before_it_moves_asks_for_all_of_it() -> None:
+    arena = FakeArena(layers=2, experts=8, slots=5, slab_of_layer=(0, 1))
+    worker, other = arena.worker(quota=2), arena.worker(quota=1)
+    other.pin(0, (1,))
+    arena.settle()
+    other.unpin()
+    missing = worker.recheck(worker.publish(0, (1, 2)))
+    assert missing == (2,)
+
+    assert arena.cache.move(0, 1, arena.now)
+    worker.ask(missing)
+    arena.settle()
+
+    assert {unpack_word(word)[1] for word in worker.pinned.values()} == {1}
+    worker.use()
+
+
 class Workers(RuleBasedStateMachine):
     """Workers, reads, failures, deaths and time in any order: no wrong bytes, nothing lost, no deadlock."""
 
     SLOTS, QUOTA, EXPERTS = 9, 2, 12
+    ROOM = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,6 +635,12 @@ class Workers(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.arena.advance(seconds)
 
+    @precondition(lambda self: not self.ROOM)
+    @rule(layer=st.integers(0, 2), slab=st.integers(0, 1))
+    def move(self, layer: int, slab: int) -> None:
+        self.arena.cache.move(layer, slab, self.arena.now)
+        self.arena.pump()
+
     @precondition(lambda self: len(self.arena.workers) > 1)
     @rule(who=st.integers(0, 3))
     def kill(self, who: int) -> None:
@@ -606,6 +685,7 @@ class WorkersWithRoom(Workers):
     """Slots are left for early experts in one slab, and the other has room for all."""
 
     SLOTS = 16
+    ROOM = True
 
 
 TestWorkersWithRoom = WorkersWithRoom.TestCase
