@@ -7,7 +7,7 @@ each other, and lets a worker read a slot before its second look. Messages are o
 kernel: who has received one sees what its sender had stored.
 
 There is no clock. A scan may follow a retirement at once, and a worker may stop between any two steps for
-as long as it likes; so what holds here does not stand on the grace of 5 ms. The daemon may retire every slot
+as long as it likes; so what holds here does not stand on the grace. The daemon may retire every slot
 that is not granted, pinned ones too; so it does not stand on the choice of victims either. A worker pins one
 expert at a time. Left out: failed reads, deaths, quotas, hostile pages; `tests/daemon/cache/test_experts.py`
 has those.
