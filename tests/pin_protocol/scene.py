@@ -14,7 +14,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from enum import Enum, auto
 from functools import partial
 from random import Random
 from unittest import mock
@@ -36,9 +35,7 @@ from expertd_protocol import errors
 from expertd_protocol.fence import fence as real_fence
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import (
-    U64,
     DirectoryLayout,
-    Ints,
     PageLayout,
     Phase,
     SlabLayout,
@@ -46,18 +43,11 @@ from expertd_protocol.layout import (
 )
 from expertd_protocol.messages import Attached, Miss, MissError, MissReply, Wish
 from tests.fakes import GRACE, FakeArena
+from tests.pin_protocol.careless import Fault, Row, stamp
 
 #: Enough for the others to have a slot reused.
 MOST_SLEEP_STEPS = 200
 _HANGS_SECONDS = 30.0  # no step takes long: longer is a test that hangs
-
-
-class Fault(Enum):
-    """What a careless worker leaves out."""
-
-    PUBLISH = auto()
-    SECOND_LOOK = auto()
-    EVALUATED = auto()
 
 
 class WrongBytesError(AssertionError):
@@ -143,29 +133,6 @@ def fence() -> None:
     seam()
 
 
-def stamp(layer: int, expert: int, generation: int) -> int:
-    """What every u32 of a slot holds."""
-    return layer << 28 | expert << 20 | generation & 0xFFFFF
-
-
-class Row:
-    """A row of the directory with a seam between the look and the hazards."""
-
-    def __init__(self, row: U64, *, looks_again: bool) -> None:
-        self._row = row
-        self._looks_again = looks_again
-        self._seen: U64 | None = None
-
-    def take(self, experts: Ints, axis: None, out: U64, mode: str) -> None:
-        self._seen = self._row.take(experts)
-        seam("look")
-        out[:] = self._seen
-
-    def __getitem__(self, experts: Ints) -> U64:
-        seen, self._seen = self._seen, None
-        return self._row[experts] if self._looks_again or seen is None else seen
-
-
 class Local(Session):
     """A session without sockets: its requests lie in `Scene.post` until the daemon takes them."""
 
@@ -210,7 +177,7 @@ class Worker:
         self.holder = Holder(quota, layout.header(page), scanned, layout.uses(page))
         self.pins = Pins(scene.map(self._page.share_fd, quota))
         self.pins._rows = tuple(
-            Row(row, looks_again=fault is not Fault.SECOND_LOOK)
+            Row(row, partial(seam, "look"), looks_again=fault is not Fault.SECOND_LOOK)
             for row in self.pins.arena.directory
         )
         self.session = Local(self)

@@ -12,7 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.pin_protocol.scene import Fault, MismatchError, Scene, WrongBytesError
+from tests.pin_protocol.careless import Fault
+from tests.pin_protocol.scene import MismatchError, Scene, WrongBytesError
 
 QUOTAS = (2, 1, 1)
 #: The fewest that rule 2 allows: nearly every miss takes somebody's.

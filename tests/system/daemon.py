@@ -45,13 +45,14 @@ def wait_until(what: str, condition: Callable[[], object], seconds: float = 20.0
 
 
 class RealDaemon:
-    """`python -m expertd` in a run directory of its own."""
+    """`python -m expertd`, or another `module`, in a run directory of its own."""
 
-    def __init__(self, run_dir: Path, budget: str, *flags: str) -> None:
+    def __init__(self, run_dir: Path, budget: str, *flags: str, module: str = "expertd") -> None:
         self.run_dir = run_dir
         self.endpoints = Endpoints(run_dir)
         self.budget = budget
         self.flags = flags
+        self.module = module
         self.log_path = run_dir.parent / f"{run_dir.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +60,7 @@ class RealDaemon:
         self.budget = budget or self.budget
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "expertd", "--run-dir", str(self.run_dir),
+                [sys.executable, "-P", "-m", self.module, "--run-dir", str(self.run_dir),
                  "--budget", self.budget, *self.flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(),
             )  # fmt: skip
@@ -117,10 +118,10 @@ class RealDaemon:
 
 
 @contextlib.contextmanager
-def real_daemon(budget: str, *flags: str) -> Iterator[RealDaemon]:
+def real_daemon(budget: str, *flags: str, module: str = "expertd") -> Iterator[RealDaemon]:
     """Start a daemon and end it with SIGTERM, or SIGKILL when the test has ended it already."""
     where = Path(tempfile.mkdtemp(prefix="xd-"))
-    daemon = RealDaemon(where / "run", budget, *flags)
+    daemon = RealDaemon(where / "run", budget, *flags, module=module)
     try:
         yield daemon.start()
     finally:
