@@ -28,7 +28,7 @@ class Interleaved(RuleBasedStateMachine):
         self.is_sound = True
         self.scene = Scene(SLOTS, QUOTAS, (None, None, None))
 
-    @rule(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 1000))
+    @rule(seed=st.integers(0, 2**32 - 1), steps=st.integers(200, 1000))
     def play(self, seed: int, steps: int) -> None:
         self.is_sound = False
         self.scene.play(Random(seed), steps)
