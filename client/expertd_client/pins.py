@@ -65,6 +65,11 @@ class Pins:
         self._expert_bytes = arena.source.expert_bytes
         self._first_slots = [arena.first_slot(layer) for layer in range(layers)]
         self._whole = [False] * layers
+        #: Slots of the slabs that a layer may live in, by slab.
+        self._slots = [
+            {n: s.layout.slots for n, s in enumerate(arena.slabs) if s.layout.parts == parts}
+            for parts in arena.source.parts
+        ]
         self._seen: U64 = np.zeros(0, np.uint64)  # second read of a `hold` that returned None
         self._windows: dict[tuple[int, int], Window] = {}
         self._hazards = page.hazards
@@ -131,31 +136,40 @@ class Pins:
     ) -> Ints:
         """Take the daemon's reply to `seq` for positions `missing`; return those still not pinned.
 
+        All experts of a layer are used from one slab, that of the reply: what was found elsewhere,
+        before the layer moved (rule 22), is let go and must be asked for again.
+
         Raises:
-            ProtocolError: a word that points outside of the layer's slab.
+            ProtocolError: a word that points outside of the slabs that fit the layer.
         """
-        slab = self.arena.slab_of_layer[layer]
-        slots = self.arena.slabs[slab].layout.slots
         if len(words) != len(missing):
             raise ProtocolError(
                 f"the daemon granted {len(words)} experts, {len(missing)} were asked for"
             )
+        slabs = set()
         for word in words:
             if not 0 < word < 1 << 64:
                 raise ProtocolError(f"the daemon granted {word}, which is no directory word")
-            _, where, slot = unpack_word(word)
-            if where != slab or not 0 <= slot < slots:
+            _, slab, slot = unpack_word(word)
+            slots = self._slots[layer].get(slab, 0)
+            if not 0 <= slot < slots:
                 raise ProtocolError(
-                    f"the daemon granted slot {slot} of slab {where} for layer {layer}, "
-                    f"which lives in slab {slab} of {slots} slots"
+                    f"the daemon granted slot {slot} of slab {slab} for layer {layer}, "
+                    f"which has {slots} slots for it"
                 )
+            slabs.add(slab)
+        if len(slabs) > 1:
+            raise ProtocolError(
+                f"the daemon granted layer {layer} from slabs {sorted(slabs)} at once"
+            )
         hazards = self._window(self.held, len(experts)).hazards
         hazards[missing] = words
         fence()
-        changed: Ints = missing[hazards[missing] != self._rows[layer][experts[missing]]]
-        hazards[changed] = 0
+        changed = missing[hazards[missing] != self._rows[layer][experts[missing]]]
+        again: Ints = np.union1d(changed, np.flatnonzero(word_slabs(hazards) != slab))
+        hazards[again] = 0
         self.acknowledge(seq)
-        return changed
+        return again
 
     def complete(
         self, layer: int, experts: Ints, phase: int, joins: int, misses: int, waited_ns: int,

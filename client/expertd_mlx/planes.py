@@ -32,7 +32,9 @@ from expertd_protocol.layout import (
     Ints,
     Part,
     SlabLayout,
+    pack_word,
     round_up,
+    unpack_word,
     word_slots,
 )
 
@@ -83,11 +85,16 @@ class PlaneView(Protocol):
         ...
 
 
+def _slab(words: U64) -> int:
+    """The slab that the pinned experts of a layer are in; they are all in one."""
+    return unpack_word(int(words[0]))[1]
+
+
 class _Layers:
-    """Which slab and which of its planes each layer reads, parts in the layer's own order."""
+    """Which planes of its slab each layer reads, in the layer's own order of parts."""
 
     def __init__(self, arena: Arena, part_names: Sequence[Sequence[str]]) -> None:
-        self.slab_of = arena.slab_of_layer
+        self.slab_of = arena.slab_of_layer  # at the start: a layer may move (rule 22)
         self.parts: list[list[int]] = []
         for layer, names in enumerate(part_names):
             found = [part.name for part in arena.slabs[self.slab_of[layer]].layout.parts]
@@ -129,13 +136,11 @@ class MapView:
         self.serial = arena.serial
         self._arena = arena
         self._overlays: list[object] = []
-        layers = _Layers(arena, part_names)
-        slabs = [self._planes(slab) for slab in arena.slabs]
-        mx.eval(slabs)
-        self._planes_of_layer = [
-            tuple(slabs[layers.slab_of[layer]][i] for i in parts)
-            for layer, parts in enumerate(layers.parts)
-        ]
+        self._layers = _Layers(arena, part_names)
+        self._slabs = [self._planes(slab) for slab in arena.slabs]
+        mx.eval(self._slabs)
+        #: By layer and slab, made once: the layer above binds them by identity.
+        self._arrays: dict[tuple[int, int], tuple[mx.array, ...]] = {}
         #: The layers' own rows of the planes; made once, when a layer is first found complete.
         self._whole: list[Sequence[mx.array] | None] = [None] * len(part_names)
 
@@ -153,23 +158,32 @@ class MapView:
             planes.append(shaped(overlay.words[offset // 4 : offset // 4 + n], part, layout.slots))
         return planes
 
+    def _in_slab(self, layer: int, slab: int) -> tuple[mx.array, ...]:
+        arrays = self._arrays.get((layer, slab))
+        if arrays is None:
+            planes = self._slabs[slab]
+            arrays = self._arrays[layer, slab] = tuple(planes[i] for i in self._layers.parts[layer])
+        return arrays
+
     def pinned(self, layer: int, words: U64) -> tuple[Sequence[mx.array], Ints]:
-        return self._planes_of_layer[layer], word_slots(words)
+        return self._in_slab(layer, _slab(words)), word_slots(words)
 
     def whole(self, layer: int) -> Sequence[mx.array] | None:
         if self._whole[layer] is None and (first := self._arena.first_slot(layer)) is not None:
             stop = first + self._arena.directory.shape[1]
-            arrays = tuple(plane[first:stop] for plane in self._planes_of_layer[layer])
+            planes = self._in_slab(layer, self._layers.slab_of[layer])
+            arrays = tuple(plane[first:stop] for plane in planes)
             mx.eval(arrays)
             self._whole[layer] = arrays
         return self._whole[layer]
 
     def compact(self, layer: int, words: U64) -> Sequence[mx.array]:
         rows = mx.array(word_slots(words).astype(np.uint32))
-        return [mx.take(plane, rows, axis=0) for plane in self._planes_of_layer[layer]]
+        return [mx.take(plane, rows, axis=0) for plane in self._in_slab(layer, _slab(words))]
 
     def close(self) -> None:
-        self._planes_of_layer = []
+        self._arrays = {}
+        self._slabs = []
         self._whole = []
         del self._arena
         for overlay in self._overlays:
@@ -219,7 +233,7 @@ class CopyView:
         return self._banks[self._arena.slabs[self._layers.slab_of[layer]].layout.parts]
 
     def _fill(self, layer: int, words: U64) -> int:
-        slab = self._arena.slabs[self._layers.slab_of[layer]]
+        slab = self._arena.slabs[_slab(words)]
         slots = word_slots(words)
         for i, rows in enumerate(self._bank(layer).bytes):
             # mode="clip" lets numpy write straight into `out`; the slots are in range by rule 1.
@@ -311,7 +325,7 @@ def map_problem() -> str | None:
         view = MapView(_SampleArena(sample), [["w", "s", "b"]])  # type: ignore[arg-type]
     except Exception as exc:  # whatever the driver or MLX says, `copy` still works
         return f"{type(exc).__name__}: {exc}"
-    planes, _ = view.pinned(0, np.zeros(0, np.uint64))
+    planes, _ = view.pinned(0, np.array([pack_word(1, 0, 0)], np.uint64))
     for seed in (1, 2):  # the second time: does the array see what the daemon writes later?
         sample.fill(seed)
         own = [

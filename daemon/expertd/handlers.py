@@ -227,7 +227,7 @@ class Handlers:
             model=list(self._models.by_path).index(model.path),
             quota=quota,
             slabs=tuple(slab.info for slab in model.arena.slabs),
-            slab_of_layer=model.arena.plan.slab_of_layer,
+            slab_of_layer=tuple(model.cache.slab_of_layer),
             budget_bytes=self._ledger.budget_bytes,
         )
 

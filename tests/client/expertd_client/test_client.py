@@ -18,7 +18,7 @@ from expertd_client.session import Session
 from expertd_client.testing import FakeDaemon, FakeSession, holds, tiny_source
 from expertd_protocol import codec
 from expertd_protocol.errors import ModelNotFound, ProtocolError
-from expertd_protocol.layout import Header, Ints, Phase, pack_word
+from expertd_protocol.layout import Header, Ints, Phase, pack_word, word_slabs
 from expertd_protocol.messages import AnyMessage, Inspect, Message, Miss, MissReply
 
 DECODE = Phase.DECODE
@@ -49,6 +49,47 @@ def words(*words: int, joined: int = 0, missed: int | None = None) -> Callable[[
     return lambda miss: codec.encode_reply(MissReply(miss.seq, words, joined, count))
 
 
+class Moving(FakeDaemon):
+    """Layer 0 moves to slab 1 after a worker's second look, before its request is answered."""
+
+    def answer(self, session: FakeSession, miss: Miss) -> list[bytes]:
+        model = session.model
+        assert model is not None
+        if model.slab_of_layer[0] == 0 and miss.seq == 2:
+            model.words = {key: word for key, word in model.words.items() if key[0] != 0}
+            model.directory[0] = 0
+            model.slab_of_layer = (1, *model.slab_of_layer[1:])
+        return [self.grant(session, miss)]
+
+
+def test_a_layer_that_moves_in_the_middle_of_a_pin_is_pinned_in_its_new_slab(run_dir: Path) -> None:
+    with Moving(run_dir, layers_per_slab=1) as daemon, Client.connect(run_dir) as client:
+        arena = client.attach(tiny_source(), quota_min=2, quota_wanted=8)
+        client.pin(0, ids(5), DECODE)
+        client.unpin()
+
+        got = client.pin(0, ids(4, 5, 6), DECODE)  # 5 was found in slab 0
+
+        assert word_slabs(got).tolist() == [1, 1, 1]
+        assert all(holds(arena, 0, e, w) for e, w in zip((4, 5, 6), got.tolist(), strict=True))
+        assert client.verify()
+        hazards = arena.page.hazards
+        assert sorted(hazards[hazards != 0].tolist()) == sorted(got.tolist())
+        assert [len(miss.experts) for miss in daemon.requests] == [1, 2, 1]
+
+
+def test_a_reply_that_names_two_slabs_is_a_protocol_error(run_dir: Path) -> None:
+    class Torn(FakeDaemon):
+        def answer(self, session: FakeSession, miss: Miss) -> list[bytes]:
+            torn = (pack_word(1, 0, 0), pack_word(1, 1, 0))
+            return [codec.encode_reply(MissReply(miss.seq, torn, 0, 2))]
+
+    with Torn(run_dir, layers_per_slab=1), Client.connect(run_dir) as client:
+        client.attach(tiny_source(), quota_min=2, quota_wanted=8)
+        with pytest.raises(ProtocolError, match=r"layer 0 from slabs \[0, 1\] at once"):
+            client.pin(0, ids(1, 2), DECODE)
+
+
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
@@ -56,7 +97,7 @@ def words(*words: int, joined: int = 0, missed: int | None = None) -> Callable[[
         (lambda miss: b"", "not one msgpack value"),
         (lambda miss: packed(9, miss.seq), "neither a reply nor an error"),
         (words(pack_word(0, 0, 32)), "granted slot 32 of slab 0 for layer 0"),
-        (words(pack_word(0, 1, 0)), "granted slot 0 of slab 1 for layer 0"),
+        (words(pack_word(0, 1, 32)), "granted slot 32 of slab 1 for layer 0"),
         (words(pack_word(0, 7, 0)), "slab 7"),
         (words(0), "granted 0, which is no directory word"),
         (words(-1), "granted -1, which is no directory word"),

@@ -66,6 +66,29 @@ def test_each_row_is_the_expert_that_was_asked_for(view: str, slab: FakeSlab) ->
 
 
 @pytest.mark.parametrize("view", ["map", "copy"])
+def test_the_words_say_which_slab_a_layer_is_in(view: str, slab: FakeSlab) -> None:
+    """A layer may move while the worker runs (rule 22)."""
+    other = FakeSlab.make(PARTS, SLOTS + 1)
+    write(other, 3, seed=33)
+    two = FakeArena(1, 1, (slab.map, other.map), (0, 1), np.zeros((2, 4), np.uint64))
+    opened = open_view(view, two, [NAMES, NAMES], quota=2)
+    moved = np.array([pack_word(1, 1, 3)], np.uint64)
+
+    for layer, pinned, held in (
+        (0, words(2), slab.map),
+        (0, moved, other.map),
+        (1, moved, other.map),
+    ):
+        arrays, rows = opened.pinned(layer, pinned)
+        compact = opened.compact(layer, pinned)
+        slot = int(pinned[0] & 0xFF) - 1
+        for i in range(len(PARTS)):
+            assert raw(arrays[i][int(rows[0])]) == held.plane(i)[slot].tobytes()
+            assert raw(compact[i]) == held.plane(i)[slot].tobytes()
+    opened.close()
+
+
+@pytest.mark.parametrize("view", ["map", "copy"])
 def test_kernels_only_ever_get_row_contiguous_arrays_B06(view: str, slab: FakeSlab) -> None:
     """A sorted gather on a slice of each row is silently wrong on Metal (ml-explore/mlx#4055)."""
     opened = open_view(view, arena(slab), [NAMES], quota=3)
