@@ -25,7 +25,7 @@ struct side {
 static void meet(int me, int round) {
     atomic_store(&turn[me].value, round);
     for (int spins = 0; atomic_load(&turn[1 - me].value) < round; spins++)
-        if (spins > 2000)
+        if (spins > 200)
             sched_yield(); /* the other one has no processor */
 }
 

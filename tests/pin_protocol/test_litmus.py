@@ -15,7 +15,7 @@ import pytest
 
 from expertd_protocol.fence import fence
 
-ROUNDS = 50_000  # at once; a Xeon without a fence shows it in 2 to 20 % of them
+ROUNDS = 20_000  # at once; a Xeon without a fence shows it in 2 to 20 % of them
 MOST_TRIES = 20
 
 Litmus = Callable[[bool], int]

@@ -68,7 +68,7 @@ class Interleaved(RuleBasedStateMachine):
 
 TestInterleaved = Interleaved.TestCase
 TestInterleaved.settings = settings(
-    max_examples=20,
+    max_examples=15,
     stateful_step_count=8,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
