@@ -35,7 +35,7 @@ from expertd_protocol.messages import Miss, MissError, MissReply, Wish
 #: One in 16 against one in 24: 2 % more reads and a tenth less waiting, because victims are chosen less
 #: often, which takes 8 ms of the loop for four sessions here. One in 8: 7 % more reads, and no less
 #: waiting. By bench/replay.py, half in memory.
-AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 16, 12, 256
+AHEAD_SHARE, AHEAD_LEAST, AHEAD_MOST = 16, 8, 256
 #: So long as nobody waits, new ones are retired when one in so many of these is used up.
 AHEAD_BATCH = 2
 #: Choosing victims takes the longest of all, and holds Python's lock: the reads that were just ordered
