@@ -7,7 +7,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 # What `make bench` runs, sized to end in 15 minutes on two cores; more in the scripts' --help.
-BENCH_REPLAY ?= --rounds 1 --other-tokens 30
+BENCH_REPLAY ?= --rounds 1 --other-tokens 20 --ways shared private pread
 BENCH_SCALE ?= --tokens 240
 
 .PHONY: help setup demo test check lint types imports pytest bench clean
@@ -54,6 +54,7 @@ bench: setup
 	@$(BIN)/python bench/resident.py --save --rounds 7
 	@$(BIN)/python bench/replay.py --save $(BENCH_REPLAY)
 	@$(BIN)/python bench/scale.py --save $(BENCH_SCALE)
+	@$(BIN)/python bench/soak.py --save
 	@$(BIN)/python bench/prefetch.py --save --rounds 8
 	@$(BIN)/python bench/plots.py
 
