@@ -2,8 +2,8 @@
 
 Each worker and the daemon have a thread, and only the one whose turn it is runs: until its next seam, or
 to its end. Seams are the places where another process could come in between: every fence of `Pins` and of
-`ExpertCache`, between a look and its hazards, and in the middle of a slot that is read or filled. So a
-test that draws the order finds the same every time.
+`ExpertCache`, between a look and its hazards, between the choice of victims and the end of their words, and
+in the middle of a slot that is read or filled. So a test that draws the order finds the same every time.
 
 Every word of a slot says whose it is and of which generation (`stamp`), and a worker compares all of them.
 """
@@ -36,6 +36,7 @@ from expertd_protocol.fence import fence as real_fence
 from expertd_protocol.ids import SessionId
 from expertd_protocol.layout import (
     DirectoryLayout,
+    Ints,
     PageLayout,
     Phase,
     SlabLayout,
@@ -131,6 +132,15 @@ def seam(at: str = "") -> None:
 def fence() -> None:
     real_fence()
     seam()
+
+
+class Slow(NextUse):
+    """Takes its time to choose: workers may pin a victim meanwhile."""
+
+    def victims(self, layers: Ints, experts: Ints, need: int, now: float) -> Ints:
+        chosen = super().victims(layers, experts, need, now)
+        seam("choice")
+        return chosen
 
 
 class Local(Session):
@@ -253,7 +263,7 @@ class Scene(FakeArena):
             self._arena.directory,
             self.tables,
             slab_of_layer,
-            NextUse(self.LAYERS, self.EXPERTS),
+            Slow(self.LAYERS, self.EXPERTS),
             fence,
             grace_seconds=GRACE,
             clean=lambda slab, slot: self._arena.slabs[slab].poison(slot),
@@ -317,25 +327,29 @@ class Scene(FakeArena):
         super().kill(worker)  # type: ignore[arg-type]
 
     def play(self, random: Random, steps: int) -> None:
-        """Make so many steps in random order. Now and then a worker stands still for long, wherever it is."""
-        asleep = dict.fromkeys(self.alive, 0)
+        """Make so many steps in random order. Now and then somebody stands still for long, wherever it is."""
+        asleep: dict[Worker | None, int] = dict.fromkeys([None, *self.alive], 0)  # None: the daemon
         for now in range(steps):
-            awake = [worker for worker, until in asleep.items() if until <= now]
-            if not awake or random.random() < 0.5:
-                if self.daemon.idle:
-                    self.daemon.begin(self._work(random))
-                self.daemon.step()
+            awake = [who for who, until in asleep.items() if until <= now]
+            if not awake:
                 continue
-            worker = random.choice(awake)
-            worker.is_impatient = random.random() < 0.01
-            if worker.actor.idle:
-                layer = random.randrange(self.layers)
-                wanted = tuple(random.sample(range(self.experts), random.randint(1, worker.quota)))
-                worker.actor.begin(partial(worker.pin_and_use, layer, wanted))
-            worker.actor.step()
-            # most often in the windows that matter: between two looks, and while a slot is read
-            if random.random() < (0.2 if worker.actor.at else 0.02):
-                asleep[worker] = now + random.randrange(MOST_SLEEP_STEPS)
+            # as often as all workers together: it is the daemon's steps that take slots away
+            who = None if None in awake and random.random() < 0.5 else random.choice(awake)
+            actor = self.daemon if who is None else who.actor
+            if who is not None:
+                who.is_impatient = random.random() < 0.01
+            if actor.idle:
+                actor.begin(self._work(random) if who is None else self._pass(random, who))
+            actor.step()
+            # most often in the windows that matter: those that have a name
+            if random.random() < (0.2 if actor.at else 0.02):
+                asleep[who] = now + random.randrange(MOST_SLEEP_STEPS)
+
+    def _pass(self, random: Random, worker: Worker) -> Callable[[], object]:
+        """Something for an idle worker to do."""
+        layer = random.randrange(self.layers)
+        wanted = tuple(random.sample(range(self.experts), random.randint(1, worker.quota)))
+        return partial(worker.pin_and_use, layer, wanted)
 
     def _work(self, random: Random) -> Callable[[], object]:
         """Something for an idle daemon to do."""

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from expertd.cache import experts
 from tests.pin_protocol.careless import Fault
 from tests.pin_protocol.scene import MismatchError, Scene, WrongBytesError
 
@@ -86,9 +87,20 @@ TestInterleaved.settings = settings(
 )
 def test_the_same_steps_find_a_worker_without(fault: Fault, noticed: type[Exception]) -> None:
     """Controls: one careless worker of three. Rule 6 notices what it can."""
-    scene, random = Scene(SLOTS, QUOTAS, (fault, None, None)), Random(0)
+    assert play_until_it_fails(fault) is noticed
+
+
+def test_the_same_steps_find_a_daemon_that_does_not_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "held_words", lambda pages: set())
+
+    assert play_until_it_fails(None) is MismatchError
+
+
+def play_until_it_fails(fault: Fault | None) -> type[Exception]:
+    scene = Scene(SLOTS, QUOTAS, (fault, None, None))
     try:
-        with pytest.raises(noticed):
-            scene.play(random, 500_000)
+        with pytest.raises(AssertionError) as failed:
+            scene.play(Random(0), 500_000)  # 15,000 are enough on average
+        return failed.type
     finally:
         scene.close()
