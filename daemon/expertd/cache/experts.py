@@ -10,6 +10,7 @@ ever see wrong bytes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,6 +42,8 @@ AHEAD_BATCH = 2
 #: Choosing victims takes the longest of all, and holds Python's lock: the reads that were just ordered
 #: begin first.
 VICTIMS_AFTER_SECONDS = 0.001
+#: Until victims are looked for again where everything was pinned.
+LOOK_AGAIN_SECONDS = 0.005
 
 
 class ExpertCache:
@@ -182,6 +185,8 @@ class ExpertCache:
             self._waiters.setdefault(key, []).append(waiting)
         if not waiting.missing:
             self._answer(waiting, now)
+        if self._short_since == math.inf:
+            self._short_since = None
         self._assign(table, now)
 
     def filled(self, order: FillOrder, now: float) -> None:
@@ -227,9 +232,11 @@ class ExpertCache:
         self._short_since = None
         if any(self._is_short(table) for table in self.tables):
             self._choose_victims(now)
-            # too much is pinned: a worker's unpin makes no event, so look again, but not at once
+            # too much is pinned, and an unpin makes no event: look again while somebody waits, else
+            # when somebody asks next
             if any(self._is_short(table) for table in self.tables):
-                self._short_since = now + self._grace
+                waited = any(any(wants.values()) for wants in self._wants)
+                self._short_since = now + LOOK_AGAIN_SECONDS if waited else math.inf
 
     def _choose_victims(self, now: float) -> None:
         for session, holder in self.holders.items():
@@ -254,7 +261,8 @@ class ExpertCache:
                 due.append(now + self._grace)  # what was deferred may be free by now
                 # the first one has rested longest
                 due += [t + self._grace for t in itertools.islice(table.resting.values(), 1)]
-        return min(due, default=None)
+        when = min(due, default=math.inf)
+        return None if when == math.inf else when
 
     def warm(self, most: int) -> None:
         """Order up to `most` experts that nobody asked for yet, of slabs that can hold them all.
@@ -463,9 +471,9 @@ class ExpertCache:
                 self.tally.deferred_reuses += 1
         for slot in reusable:
             key = ExpertKey(int(table.layer[slot]), int(table.expert[slot]))
-            if self.slab_of_layer[key.layer] == table.slab:  # else its layer has moved
+            if (self.slab_of_layer[key.layer], self._slot_of[key]) == (table.slab, slot):
                 self.prefetch.lost(key)
-                self._slot_of[key] = -1
+                self._slot_of[key] = -1  # else its layer has moved, and maybe come back
             table.bump_generation(slot)
         self._fence()  # rule 6: who sees new bytes sees the new generation
         for slot in reusable:

@@ -523,6 +523,43 @@ def test_a_layer_does_not_move_while_a_reply_may_name_its_slots() -> None:
         FakeArena(layers=2, experts=4, slots=4, slab_of_layer=(0, 1)).cache.move(0, 1, 0.0)
 
 
+def test_a_layer_that_comes_back_finds_what_was_read_there_since() -> None:
+    arena = FakeArena(layers=2, experts=8, slots=7, slab_of_layer=(0, 1))
+    holder, second, third = (arena.worker(quota=1) for _ in range(3))
+    holder.pin(0, (0,))
+    arena.settle()
+    assert arena.cache.move(0, 1, arena.now)
+    assert arena.cache.move(0, 0, arena.now)
+    second.pin(0, (0,))  # into another slot: the first one is held
+    arena.settle()
+    holder.unpin()
+
+    for expert in range(1, 7):  # the old slot is reused at last
+        third.pin(0, (expert,))
+        arena.settle()
+        third.use()
+        third.unpin()
+        arena.advance(GRACE)
+        arena.cache.check()
+
+    second.use()
+
+
+def test_what_cannot_be_evicted_is_not_tried_again_and_again_when_nobody_waits() -> None:
+    arena = FakeArena(layers=1, experts=8, slots=3)
+    worker = arena.worker(quota=2)
+    worker.pin(0, (0, 1))
+    arena.settle()
+    arena.advance(1.0)
+    assert arena.cache.next_due(arena.now) is None  # all are pinned
+
+    worker.unpin()
+    worker.pin(0, (2, 3))
+    arena.settle()
+    assert worker.complete
+    worker.use()
+
+
 def test_what_waits_for_a_slot_moves_with_its_layer() -> None:
     arena = FakeArena(layers=2, experts=8, slots=2, slab_of_layer=(0, 1))
     holder, other = arena.worker(quota=2), arena.worker(quota=1)
