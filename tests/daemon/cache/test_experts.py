@@ -545,21 +545,6 @@ def test_a_layer_that_comes_back_finds_what_was_read_there_since() -> None:
     second.use()
 
 
-def test_what_cannot_be_evicted_is_not_tried_again_and_again_when_nobody_waits() -> None:
-    arena = FakeArena(layers=1, experts=8, slots=3)
-    worker = arena.worker(quota=2)
-    worker.pin(0, (0, 1))
-    arena.settle()
-    arena.advance(1.0)
-    assert arena.cache.next_due(arena.now) is None  # all are pinned
-
-    worker.unpin()
-    worker.pin(0, (2, 3))
-    arena.settle()
-    assert worker.complete
-    worker.use()
-
-
 def test_what_waits_for_a_slot_moves_with_its_layer() -> None:
     arena = FakeArena(layers=2, experts=8, slots=2, slab_of_layer=(0, 1))
     holder, other = arena.worker(quota=2), arena.worker(quota=1)
