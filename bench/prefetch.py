@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 from record import circumstances, finish
+from resident import decode_seconds
 
 import expertd_mlx
 from expertctl.private_daemon import private_daemon
@@ -82,16 +80,6 @@ def budget_for(folder: Path, share: float) -> str:
     parts = [index.parts(layer) for layer in range(len(index))]
     least = minimum_budget(parts, index.experts, stream.top_k)
     return str(least + int(share * index.total_bytes))
-
-
-def decode_seconds(model: nn.Module, prompt: mx.array, tokens: int) -> float:
-    """Return the seconds of `tokens` greedy tokens, prefill apart."""
-    steps = generate_step(prompt, model, max_tokens=tokens + 1)
-    next(steps)
-    start = time.perf_counter()
-    n = sum(1 for _ in steps)
-    assert n == tokens
-    return time.perf_counter() - start
 
 
 def measure(folder: Path, share: float, rounds: int, tokens: int) -> dict[str, object]:
